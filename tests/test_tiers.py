@@ -66,15 +66,15 @@ def test_a_draw_is_as_long_as_it_may_be_however_many_tests_there_are():
         costs = {tiers.function_of(each): [0.5 + i % 7, 1] for i, each in enumerate(items)}
         kept = tiers.drawn(items, costs, SETTINGS, 0)
         assert 90 <= seconds(kept, costs) <= 100  # 2 workers, 50 s each
-        found = Counter(each.nodeid.split("/")[1] for each in kept)
-        assert found["a"] == pytest.approx(2 * found["b"], rel=0.2)
+        drawn, left = ({costs[each.nodeid][0] for each in items if (each in kept) is taken} for taken in (True, False))
+        assert max(drawn) <= min(left), "the cheap before the dear"
 
 
 def test_a_new_capability_takes_its_share_from_the_others():
     old, new = many("a", 300), many("new", 100)
     costs = {tiers.function_of(each): [1.0, 1] for each in old + new}
     before, after = tiers.drawn(old, costs, SETTINGS, 0), tiers.drawn(old + new, costs, SETTINGS, 0)
-    assert len(before) == len(after) == 100 and len([each for each in after if each in new]) == 25
+    assert len(before) == len(after) == 100 and 15 <= len([each for each in after if each in new]) <= 35
 
 
 def test_the_core_is_always_drawn_and_of_those_against_the_clock_one_a_package():
@@ -85,19 +85,11 @@ def test_the_core_is_always_drawn_and_of_those_against_the_clock_one_a_package()
     assert kept == [*core, clock[3]]
 
 
-def test_each_function_has_a_case_before_any_has_two():
+def test_a_second_case_counts_as_twice_as_dear():
     quick, dear = matrix("tests/a/test_x.py::test_quick", 20, 20), many("a", 60)
     costs = {tiers.function_of(each): [1.0, 1] for each in dear} | {"tests/a/test_x.py::test_quick": [40.0, 400]}
-    kept = tiers.drawn(quick + dear, costs, SETTINGS, 0)
-    assert all(each in kept for each in dear)
-
-
-def test_files_at_the_top_are_a_package():
-    top = [item(f"tests/test_{i}.py::test_it") for i in range(100)]
-    items = top + many("a", 100)
-    costs = {tiers.function_of(each): [2.0, 1] for each in items}
-    kept = tiers.drawn(items, costs, SETTINGS, 0)
-    assert len([each for each in kept if each in top]) == 25 and len(kept) == 50
+    kept = tiers.drawn(quick + dear, costs, SETTINGS | {"tests": 30.5}, 0)
+    assert len([each for each in kept if each in quick]) == 10 and all(each in kept for each in dear)
 
 
 def test_a_dear_matrix_is_drawn_by_pairs():
@@ -205,6 +197,20 @@ def test_costs_are_recorded_of_a_run_of_everything_alone(run):
         assert done.returncode == 2 and words in done.stderr
     assert times(ROOT / "no such file").returncode == 2
     assert (ROOT / "tests" / "costs.json").read_text() == before
+
+
+def test_costs_are_added_of_functions_that_have_none(run):
+    """In a copy of the tool's checkout."""
+    module = runpy.run_path(ROOT / "tools" / "times.py", run_name="times")
+    costs = run().parent / "costs.json"
+    costs.write_text('{"notebooks/00_x.ipynb": [1.0, 4], "tests/old.py::test_it": [2.0, 1]}')
+    for status, code in ((0, 0), (2, 2)):
+        with mock.patch.dict(module["main"].__globals__, COSTS=costs), pytest.raises(SystemExit) as done, \
+                mock.patch.object(sys, "argv", ["times.py", str(run(status=status)), "--add"]):
+            module["main"]()
+        assert done.value.code == code
+    assert json.loads(costs.read_text()) == {"tests/a/test_x.py::test_dear": [90.0, 3], "notebooks/00_x.ipynb": [1.0, 4],
+                                             "tests/old.py::test_it": [2.0, 1]}
 
 
 def test_what_is_skipped_where_costs_are_recorded_costs_next_to_nothing():

@@ -2,6 +2,7 @@
 
     python tools/times.py build/times.json            what `pytest --times FILE` wrote
     python tools/times.py build/times.json --record   keep the costs in tests/costs.json, from which tiers are drawn
+    python tools/times.py build/times.json --add      keep those of functions that have none yet, of any whole run
 
 A run of a tier has a target and a limit in pyproject.toml. Above the target one line says so. Above the limit the
 exit status is 1 where the environment says CI=true. Functions of which costs.json says nothing, or far too little, are
@@ -27,6 +28,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--record", action="store_true", help="write tests/costs.json; after a run of every case only")
+    parser.add_argument("--add", action="store_true", help="write costs of functions that have none yet")
     arguments = parser.parse_args()
     if not arguments.file.is_file():
         parser.error(f"no file {arguments.file}: write it with pytest --times {arguments.file}")
@@ -36,6 +38,10 @@ def main():
         if why := incomplete(run, json.loads(COSTS.read_text())):
             parser.error(f"{arguments.file} {why}: costs are those of make test-matrix")
         COSTS.write_text(recorded(run["functions"]))
+    if arguments.add:
+        if run["status"] not in (0, 1):
+            parser.error(f"{arguments.file} is of a run that was cut")
+        COSTS.write_text(recorded(run["functions"] | json.loads(COSTS.read_text())))
     for line in amiss(run["functions"], json.loads(COSTS.read_text())):
         print(line)
     if run["tier"] is None:

@@ -3,11 +3,11 @@
 `make test`, on a push, and `make test-all` run for so many seconds as pyproject.toml gives them (`[tool.refimpl.push]`,
 `[tool.refimpl.all]`), however many tests there are: a new capability takes its share from the others' by a new draw.
 `make test-matrix` runs every case.
-- Each package of tests has a share of the seconds, as large as its share of all test functions.
 - The tests of the part `core` are always drawn, and a case of each function without a cost, as new ones are. Of those
   held against the clock (`alone`), a package has one. Where `each` is true, a case of every function is drawn, and all
   that is held against the clock.
-- Of each other function a first case is drawn, the cheap ones before the dear ones, then of each a second, and so on.
+- Of the others the cheap ones come before the dear ones, wherever they are, and a function's second case counts as
+  twice as dear as its first, its third as three times: so many functions are drawn, and many cases of cheap ones.
   The cases of a matrix come in the order of a covering array: few rows that hold each pair of two arguments' values.
   The sample stays the same until the seed, the costs or the tests change.
 - Tests marked `nightly` are drawn where `each` is true alone.
@@ -57,40 +57,37 @@ def drawn(items, costs, settings, turn, workers=2):
 
 def tests_drawn(functions, costs, seconds, settings):
     """Items of {function: its cases} that take so many seconds together."""
-    packages = defaultdict(dict)
-    for name, cases in functions.items():
-        packages["/".join(name.partition("::")[0].split("/")[:-1][:2])][name] = cases
-    chosen, rest, left = [], [], seconds
-    for names in packages.values():
-        share = seconds * len(names) / len(functions)
-        for seconds_of, item, always in in_order(names, costs, settings):
-            if always or seconds_of <= share:
-                chosen.append(item)
-                share, left = share - seconds_of, left - seconds_of
-            else:
-                rest.append((seconds_of, item))
-    for seconds_of, item in sorted(rest, key=lambda each: each[0]):  # what some packages leave over
-        if seconds_of <= left:
+    chosen, left = [], seconds
+    for seconds_of, item, always in in_order(functions, costs, settings):
+        if always or seconds_of <= left:
             chosen.append(item)
             left -= seconds_of
     return chosen
 
 
 def in_order(functions, costs, settings):
-    """List (seconds, item, whether it is drawn in any case) of a package's functions, in the order of their draw."""
-    clock = min((name for name, cases in functions.items() if cases[0].get_closest_marker("alone")),
-                key=lambda name: seconds_of_a_case(name, functions[name], costs), default=None)
-    found = []
+    """List (seconds, item, whether it is drawn in any case) of all functions, in the order of their draw."""
+    clocks = {}  # package -> its cheapest function that is held against the clock
     for name, cases in functions.items():
+        if cases[0].get_closest_marker("alone"):
+            clocks.setdefault(package_of(name), []).append((seconds_of_a_case(name, cases, costs), name))
+    clocks = {package: min(found)[1] for package, found in clocks.items()}
+    found, chance = [], random.Random(settings["seed"])
+    for name, cases in chance.sample(sorted(functions.items()), len(functions)):  # of equals no package is preferred
         seconds = seconds_of_a_case(name, cases, costs)
         if cases[0].get_closest_marker("alone"):
-            kept = cases if settings["each"] else cases[:1] if name == clock else []
-            found += [((-1, 0), seconds, item, True) for item in kept]
+            kept = cases if settings["each"] else cases[:1] if name == clocks[package_of(name)] else []
+            found += [(0, seconds, item, True) for item in kept]
             continue
         for nth, item in enumerate(covering(cases, f"{settings['seed']} {name}", seconds)):
             always = item.get_closest_marker("core") is not None or nth == 0 and (settings["each"] or name not in costs)
-            found.append(((-1, 0) if always else (nth, seconds), seconds, item, always))
+            found.append((0 if always else seconds * (nth + 1), seconds, item, always))
     return [each[1:] for each in sorted(found, key=lambda each: each[0])]
+
+
+def package_of(name):
+    """The folder of tests/ that a function is in."""
+    return "/".join(name.partition("::")[0].split("/")[:-1][:2])
 
 
 def seconds_of_a_case(name, cases, costs):
