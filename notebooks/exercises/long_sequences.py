@@ -8,6 +8,7 @@ from refimpl.model import GPT, GPTConfig, softmax_attention
 from refimpl.sequence_length import Quadratic, carried_bytes
 
 from . import SCALAR, close, drawn, exercise, readable
+from .asking import Complaint
 
 HINTS = {
     "first": [
@@ -62,7 +63,12 @@ def first(solve):
                          ((98_304, 3 * 10**9, 10**12), 20_000_003)):
         form = Quadratic(a, b, c)
         for budget in (form(1), form(s), form(s) - 1, c, c - 1, c // 2):
-            expected, said = max(0, form.largest(budget)), solve(a, b, c, budget)
+            expected = max(0, form.largest(budget))
+            try:
+                said = solve(a, b, c, budget)
+            except Complaint as complaint:
+                where = f"{form} within {budget:,} bytes: " * str(complaint).startswith("your function raises")
+                raise Complaint(f"{where}{complaint}") from None
             if said != expected:
                 digits = " (a float has 16 digits; math.isqrt has all)" * (budget > 2**53)
                 fits = f"{expected:,} takes {form(expected):,} bytes" if budget >= c else "no s fits"
@@ -118,8 +124,11 @@ def _model(seed):
     return model, tokens, targets
 
 
-def _mistakes(logits, targets, chunk_size):
+def _mistakes(model, tokens, logits, targets, chunk_size):
     """Return {what a loss may be taken for: it}."""
+    alone = [[model(part, target, offset=number * chunk_size * positions, reduction="sum") for number, (part, target)
+              in enumerate(zip(tokens.split(chunk_size, 1), targets.split(chunk_size, 1), strict=True))]
+             for positions in (True, False)]
     each = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     chunks = [(loss.sum(), (part != -100).sum()) for loss, part in zip(
         each.split(chunk_size, 1), targets.split(chunk_size, 1), strict=True)]
@@ -130,7 +139,9 @@ def _mistakes(logits, targets, chunk_size):
             "divided by all tokens, those of −100 too": each.mean(),
             "the sum": each.sum(),
             "without the last chunk, which is shorter": each[:, :whole].sum() / (targets[:, :whole] != -100).sum(),
-            "the last chunk's alone": chunks[-1][0] / chunks[-1][1]}
+            "the last chunk's alone": chunks[-1][0] / chunks[-1][1],
+            "of chunks that do not read the keys of earlier ones": sum(alone[0]) / (targets != -100).sum(),
+            "of chunks that all begin at position 0, without earlier keys": sum(alone[1]) / (targets != -100).sum()}
 
 
 @exercise("parity and bytes", SCALAR)
@@ -149,9 +160,10 @@ def third(loss):
             return "the storage of your tensor was freed"
         with torch.no_grad():
             logits = model(tokens)
-            expected, mistakes = model(tokens, targets).item(), _mistakes(logits, targets, chunk_size)
+            expected, mistakes = model(tokens, targets).item(), _mistakes(model, tokens, logits, targets, chunk_size)
         if not abs(float(said) - expected) <= 1e-4 * expected:
             seen = next((f": it is {name}" for name, value in mistakes.items() if abs(float(said) - value) < 1e-3), "")
+            seen = ": the mean over a chunk in which no target counts is nan" if float(said) != float(said) else seen
             return f"the mean loss is {expected:.5g}, yours {float(said):.5g}{seen}"
         took, one = t.peak.total - t.start.total, 4 * 2 * chunk_size * CONFIG.vocab_size
         if took > 6 * one + 2 * carried_bytes(CONFIG, 2, 500):

@@ -1,6 +1,7 @@
 """Right answers pass, wrong and unanswered ones do not."""
 
 import math
+import re
 from functools import partial
 
 import torch
@@ -173,6 +174,11 @@ def mean_of_all_means(*given):
     return sum(means) / len(means)
 
 
+def mean_with_nan(*given):
+    means = [total / count for total, count, _ in sums(*given)]
+    return sum(means) / len(means)
+
+
 def weighted_by_tokens(*given):
     found = sums(*given)
     return sum((total / count).nan_to_num() * n for total, count, n in found) / sum(n for *_, n in found)
@@ -251,9 +257,9 @@ ANSWERS = {
             (lambda a, b, c, budget: (math.isqrt(max(0, b * b + 4 * a * (budget - c))) - b) // (2 * a) if a else
              solve(a, b, c, budget), "within 999 bytes: you say -1; no s fits"),
             (lambda a, b, c, budget: (math.isqrt(b * b + 4 * a * max(0, budget - c)) - b) // (2 * a),
-             "your function raises ZeroDivisionError"),
+             re.compile(r"exercise: 7·s \+ 3 within 10 bytes: your function raises ZeroDivisionError")),
             (lambda a, b, c, budget: max(0, (math.isqrt(b * b + 4 * a * (budget - c)) - b) // (2 * a)),
-             "your function raises ValueError"),
+             "16·s² + 100·s + 1,000 within 500 bytes: your function raises ValueError"),
             (lambda a, b, c, budget: solve(a, b, 0, budget), "within 1,116 bytes: you say 5"),
             (lambda a, b, c, budget: solve(a, 0, c, budget) if a else solve(a, b, c, budget), "you say 2; 1 takes"),
             (lambda a, b, c, budget: solve(a, b, c, budget - 1), "you say 0; 1 takes 1,116 bytes"),
@@ -295,8 +301,9 @@ ANSWERS = {
             (the_sum, "it is the sum"),
             (the_last, "it is the last chunk's alone"),
             (without_a_short_chunk, "it is without the last chunk, which is shorter"),
-            (each_alone, "the mean loss is 13."),
-            (partial(each_alone, positions=False), "the mean loss is 13."),
+            (mean_with_nan, "yours nan: the mean over a chunk in which no target counts is nan"),
+            (each_alone, "it is of chunks that do not read the keys of earlier ones"),
+            (partial(each_alone, positions=False), "it is of chunks that all begin at position 0, without earlier"),
             (keeping_logits, "the logits of a chunk are 262,144, those of all tokens 4,096,000"),
             (logits_in_a_list, "right, but it took"),
             (row_by_row, "right, but it took"),
