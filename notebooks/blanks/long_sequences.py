@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from exercises import close, readable
-from exercises.asking import ANYTHING, Asked
+from exercises.asking import ANYTHING, Asked, Complaint
 from refimpl import memory
 from refimpl.model import GPT, GPTConfig, softmax_attention
 
@@ -45,10 +45,11 @@ def fit(points):
 def carry(new, keys, gradients, first, last):
     """Write a chunk's keys into `keys`, and return all keys so far, (B, H, last, D).
 
-    `new` (B, H, last − first, D) belongs to tokens first … last − 1, `keys`
-    (B, H, s, D) to the whole sequence. In forward `gradients` is None. In backward
-    it has the shape of `keys`, and holds what later chunks have added. Then a
-    gradient of the returned keys is added to it, and `new` gets its complete part.
+    `new` (B, H, last − first, D) belongs to tokens first … last − 1. `keys`
+    (B, H, s, D) belongs to the whole sequence, and to no graph. In forward
+    `gradients` is None. In backward it has the shape of `keys`, and holds what later
+    chunks have added. Then the whole gradient of the returned keys is added to it,
+    and `new` gets the sum that stands there for its own tokens.
     """
     keys[:, :, first:last] = new.detach()
     if gradients is None:
@@ -64,11 +65,13 @@ def carry(new, keys, gradients, first, last):
 
 
 def train_in_chunks(loss_of_chunk, length, chunk_size):
-    """Add a whole sequence's gradient to `.grad`. Return its loss, without a graph.
+    """Add a whole sequence's gradient to `.grad`. Return its summed loss, a tensor
+    without a graph.
 
     `loss_of_chunk(first, last, keys, gradients)` returns the summed loss of tokens
-    first … last − 1. It fills `keys`, a dict {name: tensor}. `gradients` is None, or
-    a dict with a tensor of zeros for each of `keys`, before the first backward.
+    first … last − 1. `keys` is one dict, empty at first: forward fills it with a
+    tensor for each name. `gradients` is None in forward. In backward it is one dict
+    with the names of `keys`: you make it of zeros, and each chunk adds to it.
     """
     cuts = range(0, length, chunk_size)
     chunks = [(first, min(first + chunk_size, length)) for first in cuts]
@@ -89,8 +92,17 @@ def check_fit(fit):
         for lengths in ((1, 2, 3), (256, 384, 512), (64, 1000, 129), (8192, 2048, 4096)):
             said = fit({s: a * s * s + b * s + c for s in lengths})
             if tuple(said) != (a, b, c):
-                return f"{a:,}·s² + {b:,}·s + {c:,} at s = {', '.join(map(str, lengths))}: you return {said}"
+                shown = ", ".join(str(each) for each in said)
+                return (f"{a:,}·s² + {b:,}·s + {c:,} at s = {', '.join(map(str, lengths))}: you return ({shown})"
+                        f"{_of_coefficients(tuple(said), (a, b, c))}")
     return None
+
+
+def _of_coefficients(said, expected):
+    """Say what wrong coefficients may come from."""
+    if said == expected[::-1]:
+        return ": give a first, c last"
+    return ": expected whole numbers (`//` keeps them)" * any(not float(each).is_integer() for each in said)
 
 
 def _attend_in_two(carry, B, H, D, cut, s):
@@ -103,6 +115,8 @@ def _attend_in_two(carry, B, H, D, cut, s):
         def attend(first, last, sums):
             q, k, v = (each[:, :, first:last] for each in given)
             every = [carry(new, old, sum_, first, last) for new, old, sum_ in zip((k, v), kv, sums, strict=True)]
+            if any(old.requires_grad for old in kv):
+                return "`keys` is in a graph after your call: write `new.detach()` into it"
             for each in every:
                 if each.shape != (B, H, last, D) or each.dtype != k.dtype or not readable(each):
                     return (f"for tokens {first} … {last - 1}, expected shape {(B, H, last, D)} in {k.dtype}: all keys "
@@ -130,6 +144,8 @@ def _attend_in_two(carry, B, H, D, cut, s):
 
 def _other(outputs, whole, given, expected, kv, sums):
     """Return a sentence if outputs, keys or gradients are other than those of the whole sequence."""
+    if any(each.isnan().any() for each in kv):  # as they began
+        return "`keys` does not hold the keys of all chunks: write `new` into its tokens first … last − 1"
     for number, (mine, out) in enumerate(zip(outputs, whole, strict=True)):
         if not close(mine.detach(), out.detach()):
             return f"chunk {(0, 1, 1, 0)[number]} in {'forward' if number < 2 else 'backward'}: another output"
@@ -138,11 +154,16 @@ def _other(outputs, whole, given, expected, kv, sums):
     for name, mine, right in zip("qkv", given, expected, strict=True):
         if mine.grad is None:
             return f"{name} gets no gradient"
+        cut = whole[0].shape[2]
+        if name != "q" and not close(mine.grad[:, :, cut:], right.grad[:, :, cut:]):
+            return (f"the last chunk's {name} gets another gradient: nothing is added to `gradients` before, so it is "
+                    "the returned keys' own, once")
         if not close(mine.grad, right.grad):
-            part = "the first chunk's" if name != "q" else "a"
-            return f"{part} {name} gets another gradient: what later chunks read of it belongs to it, too"
+            later = ": what later chunks read of it belongs to it, too" * (name != "q")
+            return f"the first chunk's {name} gets another gradient{later}"
     if not all(map(close, sums, [each.grad for each in expected[1:]])):
-        return "`gradients` does not hold the gradients of all keys in the end"
+        return ("each k and v gets its gradient, but `gradients` does not hold all of them in the end: add the whole "
+                "gradient of the returned keys, the chunk's own part, too")
     return None
 
 
@@ -162,10 +183,51 @@ def check_carry(carry):
 CONFIG = GPTConfig(vocab_size=96, context_length=80, layers=2, hidden=32, heads=2)
 
 
+class _Backwards:
+    """Looks at what the chunks of a backward are given. Raises Complaint where that leaves gradients incomplete."""
+
+    def __init__(self):
+        self.gradients, self.waits = None, False
+
+    def look(self, keys, gradients):
+        """Look at the two dicts of the next chunk."""
+        if not isinstance(gradients, dict):
+            raise Complaint(f"in backward `gradients` is a dict, you give {type(gradients).__name__}")
+        if set(gradients) != set(keys):
+            raise Complaint(f"in backward `gradients` has {len(gradients)} names and `keys` has {len(keys)}: give the "
+                            "dict `keys` that forward has filled, and a tensor of zeros for each of its names")
+        places = [each.untyped_storage().data_ptr() for each in gradients.values()]
+        if self.gradients is None:
+            if any(each.any() for each in gradients.values()):
+                raise Complaint("`gradients` is not zero before the first backward")
+            if len(set(places)) < len(places):
+                raise Complaint("the names of `gradients` share one tensor: make one for each")
+            self.gradients = list(gradients.values())  # held, so that no other takes their place
+        elif places != [each.untyped_storage().data_ptr() for each in self.gradients]:
+            raise Complaint("each chunk gets other tensors in `gradients`: make them once, since they carry what later "
+                            "chunks add")
+        if self.waits:
+            raise Complaint("the next chunk runs before this one has gone back: call `.backward()` on each loss at "
+                            "once")
+
+    def wait_for(self, loss):
+        """Note that a chunk's loss has not gone back yet, and when it does."""
+        if loss.requires_grad:
+            self.waits = True
+            loss.register_hook(self._back)
+
+    def _back(self, gradient):
+        self.waits = False
+
+
 def _chunk_losses(model, tokens, targets, calls):
     """Return a `loss_of_chunk` of a GPT, with our `carry`. It notes in `calls` what it is called with."""
+    backwards = _Backwards()
+
     def loss_of_chunk(first, last, keys, gradients):
         calls.append((first, last, gradients is not None, torch.is_grad_enabled()))
+        if gradients is not None:
+            backwards.look(keys, gradients)
 
         def attend(q, k, v, number, **options):
             every = []
@@ -179,7 +241,10 @@ def _chunk_losses(model, tokens, targets, calls):
         for number, block in enumerate(model.blocks):
             block.attention.attention = partial(attend, number=number)
         try:
-            return model(tokens[:, first:last], targets[:, first:last], offset=first, reduction="sum")
+            loss = model(tokens[:, first:last], targets[:, first:last], offset=first, reduction="sum")
+            if gradients is not None:
+                backwards.wait_for(loss)
+            return loss
         finally:
             for block, attention in zip(model.blocks, before, strict=True):
                 block.attention.attention = attention
@@ -219,7 +284,10 @@ def check_train_in_chunks(answer):
         expected = model(*batch, reduction="sum")
         expected.backward()
         if not close(loss.reshape(()), expected.detach()):
-            return f"the loss of {len(chunks) // 2} chunks is {expected.item():.5g}, you return {loss.sum().item():.5g}"
+            n, said = len(chunks) // 2, loss.sum().item()
+            mean = next((f": it is the sum divided by {number} {of}" for number, of in ((n, "chunks"), (70, "tokens"))
+                         if abs(said - expected / number) < 1e-4 * said), "")
+            return f"the loss of {n} chunks is {expected.item():.5g}, you return {said:.5g}{mean}"
         for (name, parameter), mine in zip(model.named_parameters(), found, strict=True):
             if mine is None or not close(mine, parameter.grad):
                 return f"the loss is right, but {name} has another gradient"

@@ -3,6 +3,7 @@
 from fractions import Fraction
 from functools import partial
 
+import numpy as np
 import torch
 from exercises_kit import Answers, graded
 
@@ -69,6 +70,10 @@ def fit_with_the_wrong_slope(points):
     a = page.fit(points)[0]
     b = (y2 - y1) // (s2 - s1)
     return a, b, y1 - a * s1 * s1 - b * s1
+
+
+def fit_by_polyfit(points):
+    return tuple(np.polyfit(list(points), list(points.values()), 2))
 
 
 def fit_through_zero(points):
@@ -159,6 +164,46 @@ def only_the_own_part(new, keys, gradients, first, last):
     return every
 
 
+def twice_its_own(new, keys, gradients, first, last):
+    every = carried(new, keys, None, first, last)
+    if gradients is None:
+        return every
+
+    def collect(gradient):
+        gradients[:, :, :last] += gradient
+        return gradient + gradients[:, :, :last]
+
+    every = torch.cat((keys[:, :, :first], new), dim=2)
+    every.register_hook(collect)
+    return every
+
+
+def only_of_earlier_ones(new, keys, gradients, first, last):
+    """Right gradients of all keys, of which the chunk's own part is nowhere but in `new`."""
+    every = carried(new, keys, None, first, last)
+    if gradients is None:
+        return every
+
+    def collect(gradient):
+        gradients[:, :, :first] += gradient[:, :, :first]
+        return torch.cat((gradient[:, :, :first], gradient[:, :, first:] + gradients[:, :, first:last]), 2)
+
+    every = torch.cat((keys[:, :, :first], new), dim=2)
+    every.register_hook(collect)
+    return every
+
+
+def by_two_hooks(new, keys, gradients, first, last):
+    """The same, by a hook on earlier keys and one on the new ones."""
+    every = carried(new, keys, None, first, last)
+    if gradients is None:
+        return every
+    past = keys[:, :, :first].detach().requires_grad_()
+    past.register_hook(gradients[:, :, :first].add_)
+    new.register_hook(lambda gradient: gradient + gradients[:, :, first:last])
+    return torch.cat((past, new), dim=2)
+
+
 def a_broken_hook(new, keys, gradients, first, last):
     every = carried(new, keys, None, first, last)
     if gradients is not None:
@@ -222,6 +267,31 @@ def trained(loss_of_chunk, length, chunk_size, *, forward=torch.no_grad, reverse
     return torch.stack(losses).mean() if mean else sum(losses)
 
 
+def with_new_sums(loss_of_chunk, length, chunk_size, *, sums=None, keys=None):
+    """Train in chunks. What a chunk gets in backward is made for it, or is that of no name."""
+    chunks = [(first, min(first + chunk_size, length)) for first in range(0, length, chunk_size)]
+    filled, loss = {}, 0.0
+    with torch.no_grad():
+        for chunk in chunks:
+            loss = loss + loss_of_chunk(*chunk, filled, None)
+    for chunk in reversed(chunks):
+        gradients = {name: torch.zeros_like(each) for name, each in filled.items()} if sums is None else sums
+        loss_of_chunk(*chunk, filled if keys is None else keys, gradients).backward()
+    return loss
+
+
+def with_one_tensor(loss_of_chunk, length, chunk_size):
+    chunks = [(first, min(first + chunk_size, length)) for first in range(0, length, chunk_size)]
+    keys, loss = {}, 0.0
+    with torch.no_grad():
+        for chunk in chunks:
+            loss = loss + loss_of_chunk(*chunk, keys, None)
+    gradients = dict.fromkeys(keys, torch.zeros_like(next(iter(keys.values()))))
+    for chunk in reversed(chunks):
+        loss_of_chunk(*chunk, keys, gradients).backward()
+    return loss
+
+
 def one_after_the_other(loss_of_chunk, length, chunk_size):
     """Forward and backward of a chunk, then the next."""
     keys, loss = {}, 0.0
@@ -246,7 +316,9 @@ ANSWERS = {
             (fit_with_half_of_a, "at s = 1, 2, 3: you return (9240,"),
             (fit_with_the_wrong_slope, "at s = 1, 2, 3: you return (4620,"),
             (fit_through_zero, "at s = 1, 2, 3: you return (4620, 9603368, 0)"),
-            (lambda points: page.fit(points)[::-1], "at s = 1, 2, 3: you return (1483841112,"),
+            (lambda points: page.fit(points)[::-1],
+             "you return (1483841112, 9603368, 4620): give a first, c last"),
+            (fit_by_polyfit, "expected whole numbers (`//` keeps them)"),
             (lambda points: page.fit(points)[:2], "expected 3 values"),
             (lambda points: page.fit({1: points[1], 2: points[2], 3: points[3]}), "your function raises KeyError"),
             (lambda points: tuple(map(abs, page.fit(points))), "3·s² + -2·s + 10 at s = 1, 2, 3: you return (3, 2,")],
@@ -254,20 +326,25 @@ ANSWERS = {
     page.check_carry: Answers(
         right=[page.carry, carry_by_a_function, carry_by_a_leaf],
         wrong=[
-            (partial(carried, store=False), "chunk 0 in forward: another output"),
+            (partial(carried, store=False),
+             "`keys` does not hold the keys of all chunks: write `new` into its tokens first … last − 1"),
             (partial(carried, add=False), "k gets another gradient: what later chunks read of it belongs to it"),
             (partial(carried, give="own"), "k gets another gradient: what later chunks read of it belongs to it"),
             (partial(carried, give="none"), "k gets another gradient: what later chunks read of it belongs to it"),
             (partial(carried, earlier=False), "chunk 1 in backward: another output"),
             (partial(carried, whole=True), "for tokens 0 … 4, expected shape (2, 3, 5, 8)"),
-            (partial(carried, detach=False), "your function raises RuntimeError"),
+            (partial(carried, detach=False), "`keys` is in a graph after your call: write `new.detach()` into it"),
             (partial(carried, expand=True), "outputs and gradients are right, but a step takes"),
-            (lambda new, keys, gradients, first, last: keys[:, :, :last], "chunk 0 in forward: another output"),
+            (lambda new, keys, gradients, first, last: keys[:, :, :last],
+             "`keys` does not hold the keys of all chunks"),
             (lambda new, keys, gradients, first, last: carried(new, keys, None, first, last), "k gets no gradient"),
             (lambda new, keys, gradients, first, last: carried(new.detach(), keys, gradients, first, last),
              "your function raises RuntimeError"),
             (new_alone, "for tokens 5 … 11, expected shape (2, 3, 12, 8)"),
             (only_the_own_part, "k gets another gradient: what later chunks read of it belongs to it"),
+            (twice_its_own, "the last chunk's k gets another gradient: nothing is added to `gradients` before"),
+            (only_of_earlier_ones, "add the whole gradient of the returned keys, the chunk's own part, too"),
+            (by_two_hooks, "each k and v gets its gradient, but `gradients` does not hold all of them in the end"),
             (a_broken_hook, "your function raises RuntimeError")],
         saves_nothing=(lambda *given: torch.cat([carried(*given)] * 24)[: len(given[0])],
                        "outputs and gradients are right, but a step takes"),
@@ -278,15 +355,21 @@ ANSWERS = {
             (partial(trained, reverse=False), "expected calls for [(0, 16), (16, 32), (32, 48), (48, 64), (64,"),
             (partial(trained, short=False), "you call for [(0, 16), (16, 32), (32, 48), (48, 64), (48, 64)"),
             (partial(trained, sums=False), "in forward, `gradients` is None; in backward it is a dict"),
-            (partial(trained, zeros=torch.ones_like), "the loss is right, but"),
-            (partial(trained, zeros=lambda each: each), "the loss is right, but"),
-            (partial(trained, mean=True), "the loss of 5 chunks is"),
-            (partial(trained, late=True), "the loss is right, but"),
+            (partial(trained, zeros=torch.ones_like), "`gradients` is not zero before the first backward"),
+            (partial(trained, zeros=lambda each: each), "`gradients` is not zero before the first backward"),
+            (partial(trained, mean=True), "it is the sum divided by 5 chunks"),
+            (partial(trained, late=True), "the next chunk runs before this one has gone back"),
+            (with_new_sums, "each chunk gets other tensors in `gradients`: make them once"),
+            (partial(with_new_sums, sums={}), "`gradients` has 0 names and `keys` has 4: give the dict `keys`"),
+            (partial(with_new_sums, keys={}), "`gradients` has 4 names and `keys` has 0: give the dict `keys`"),
+            (partial(with_new_sums, sums=0.0), "in backward `gradients` is a dict, you give float"),
+            (with_one_tensor, "the names of `gradients` share one tensor: make one for each"),
             (partial(trained, of_backward=True), "your loss has a graph"),
             (partial(trained, forward=torch.enable_grad, graph=True), "your loss has a graph"),
             (one_after_the_other, "you call for [(0, 16), (16, 32), (32, 48), (48, 64), (64, 70)]"),
             (all_at_once, "you call for [(0, 70), (0, 70)]"),
-            (lambda loss, length, size: page.train_in_chunks(loss, length, size) / length, "the loss of 5 chunks is"),
+            (lambda loss, length, size: page.train_in_chunks(loss, length, size) / length,
+             "it is the sum divided by 70 tokens"),
             (lambda loss, length, size: page.train_in_chunks(loss, length, size).item(), "expected a tensor")],
         saves_nothing=(partial(trained, forward=torch.enable_grad), "loss and gradient are right, but a step takes"),
         same=("first + chunk_size, length → length, first + chunk_size",),  # of min
