@@ -3,6 +3,7 @@
 import ctypes
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 import exercises
 from exercises import Exercise, close, exercise, readable
 from exercises.asking import SCALAR, fault
+from refimpl import comm
 from refimpl.ranks import RankError
 
 HINTS = {"four": ["It is even.", "2 + 2."]}
@@ -107,6 +109,20 @@ def test_of_several_ranks_the_one_that_ended_is_named(monkeypatch, capsys):
     monkeypatch.setattr(four, "check", fail)
     four(max)
     assert capsys.readouterr().out.startswith("four exercise: your function was ended: rank 2 returned after 0")
+
+
+def test_where_ranks_waited_is_shown_by_the_readers_own_lines(monkeypatch, capsys):
+    theirs, own = Path(exercises.__file__), '  File "mine.py", line 3, in answer\n    comm.all_reduce(x)\n'
+    frames = "".join(f'  File "{each}", line 1, in f\n    f(\n      ^\n' for each in (
+        theirs, theirs.parents[1] / "blanks" / "zero_3.py", comm.__file__, torch.__file__))
+
+    def fail(answer):
+        raise RankError(f"ranks 0 and 1 did not return\n\nwhere rank 0 was:\n{frames}{own}{frames}")
+
+    monkeypatch.setattr(four, "process", "ranks")
+    monkeypatch.setattr(four, "check", fail)
+    four(max)
+    assert capsys.readouterr().out.endswith(f"did not return\n\nwhere rank 0 was:\n{own}\n")
 
 
 def test_what_an_answer_prints_is_shown(capsys):

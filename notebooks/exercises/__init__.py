@@ -13,6 +13,7 @@ import contextlib
 import functools
 import importlib
 import io
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -22,13 +23,14 @@ import torch
 from refimpl import comm
 from refimpl.ranks import RankError, World, run
 
-from .asking import NOT_YET, SCALAR, Asked, Complaint, not_filled
+from .asking import NOT_THEIRS, NOT_YET, SCALAR, Asked, Complaint, not_filled
 
 __all__ = "SCALAR", "Exercise", "close", "drawn", "exercise", "launch", "off", "readable"
 
 HERE = Path(__file__).resolve().parent
 START_PAGE = HERE.parents[1] / "tools" / "start_page.py"
 SECONDS = 60  # that an answer may take
+FRAMES_NOT_THEIRS = re.compile(rf'^  File "(?:{"|".join(map(re.escape, NOT_THEIRS))}).*\n(?:    .*\n?)*', re.MULTILINE)
 
 launch = functools.partial(comm.launch, limit=SECONDS)
 
@@ -124,7 +126,7 @@ def _of_ranks(error):
         raise error
     first, _, rest = str(error).partition("\n")
     first = f"it {first.removeprefix('rank 0 ')}" if first.startswith("rank 0 ") else first
-    return f"your function was ended: {first}" + ("\n" + rest) * bool(rest)
+    return f"your function was ended: {first}" + ("\n" + FRAMES_NOT_THEIRS.sub("", rest)) * bool(rest)
 
 
 def _short(value):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from refimpl import memory
+from refimpl import comm, memory
 from refimpl.memory.tracking import in_place
 
 SCALAR = "a number, or a tensor of one"
@@ -23,7 +23,8 @@ NOT_YET = "not answered yet (or is a `return` missing? the function gave None)"
 EMPTY = {"RESUME", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST", "NOP", "COPY_FREE_VARS", "MAKE_CELL", "CACHE"}
 HERE = Path(__file__).parent
 NOT_THEIRS = tuple(f"{folder}{os.sep}" for folder in (
-    HERE, HERE.parent / "blanks", Path(torch.__file__).parent, Path(in_place.__file__).parent))
+    HERE, HERE.parent / "blanks", Path(torch.__file__).parent, Path(in_place.__file__).parent,
+    Path(comm.__file__).parent))
 
 
 class Complaint(Exception):
@@ -131,7 +132,7 @@ def _shown(value):
 
 def _told(error):
     """Return an exception of the reader's function as a sentence, and below it the lines that led there, without those
-    of torch, of the tracker and of the graders."""
+    of torch, of the tracker, of communicators and of the graders."""
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(NOT_THEIRS)]
     lines = "".join(traceback.format_list(frames))
     return f"your function raises {type(error).__name__}: {error}\n{lines}".rstrip()
