@@ -72,6 +72,31 @@ def in_a_new_tensor(comm, x):
     return torch.cat(chunks)
 
 
+def into_a_tuple(comm, x):
+    N, r = comm.world_size, comm.rank
+    chunks = x.chunk(N)
+    for step in range(N - 1):
+        give, take = (r - step) % N, (r - step - 1) % N
+        chunks[take] += comm.send_recv(chunks[give], (r + 1) % N, chunks[take], (r - 1) % N)
+    return x
+
+
+def into_a_buffer(comm, x):
+    """Takes the third argument of send_recv for what it writes to."""
+    N, r = comm.world_size, comm.rank
+    chunks = x.chunk(N)
+    for step in range(N - 1):
+        came = torch.zeros_like(chunks[0])
+        comm.send_recv(chunks[(r - step) % N], (r + 1) % N, came, (r - 1) % N)
+        chunks[(r - step - 1) % N].add_(came)
+    return x
+
+
+def in_a_list(comm, x):
+    in_a_new_tensor(comm, x)
+    return x
+
+
 def freed(comm, x):
     kept = x.clone()
     kept.untyped_storage().resize_(0)
@@ -128,35 +153,41 @@ ANSWERS = {
     page.check_reduce_half: Answers(
         right=[page.reduce_half, with_async_messages, by_index],
         wrong=[
-            (partial(reduce_with_fault, first=-1), "on rank 0 of 2, rows 12 to 23 of what you return are not"),
-            (partial(reduce_with_fault, steps=-2), "on rank 0 of 2, rows 12 to 23 of what you return are not"),
+            (partial(reduce_with_fault, first=-1), "on rank 0 of 2, chunk 1 of what you return is not the sum over"),
+            (partial(reduce_with_fault, steps=-2), "is not the sum over ranks but what it was: write into views of x"),
             (partial(reduce_with_fault, steps=0), "the numbers are right, but rank 0 of 2 sent {'send': 480}"),
-            (partial(reduce_with_fault, add=False), "on rank 0 of 2, rows 12 to 23 of what you return are not"),
-            (partial(reduce_with_fault, left=True), "on rank 0 of 3, rows 8 to 15 of what you return are not"),
-            (partial(reduce_with_fault, mean=True), "on rank 0 of 2, rows 12 to 23 of what you return are not"),
-            (partial(reduce_with_fault, copies=True), "on rank 0 of 2, rows 12 to 23 of what you return are not"),
+            (partial(reduce_with_fault, add=False), "is not the sum over ranks but rank 1's own: add what comes"),
+            (partial(reduce_with_fault, left=True), "on rank 0 of 3, chunk 1 of what you return is not the sum over"),
+            (partial(reduce_with_fault, mean=True), "is not the sum over ranks but the mean"),
+            (partial(reduce_with_fault, copies=True), "is not the sum over ranks but what it was: write into views"),
             (partial(reduce_with_fault, chunk=False), "(x is right: return it)"),
             (lambda comm, x: comm.all_reduce(x, out=x), "rank 0 of 2 sent {'all_reduce': 480}: N - 1 chunks are 240"),
-            (lambda comm, x: x, "on rank 0 of 2, rows 12 to 23 of what you return are not"),
-            (lambda comm, x: comm.reduce_scatter(x), "on rank 0 of 2, rows 12 to 23 of what you return are not"),
-            (in_a_new_tensor, "rows 12 to 23 of x are not what they should be (what you return is right: work in x)"),
-            (freed, "on rank 0 of 2, rows 12 to 23 of what you return are not what they should be"),
+            (lambda comm, x: x, "on rank 0 of 2, chunk 1 of what you return is not the sum over ranks but what it was"),
+            (lambda comm, x: comm.reduce_scatter(x), "what you return has the shape (12, 5), and x (24, 5)"),
+            (into_a_tuple, "`x.chunk(N)` is a tuple of views: take one out, `take = chunks[i]`, then add to it"),
+            (into_a_buffer, "is not the sum over ranks but what it was: write into views of x"),
+            (in_a_list, "is not the sum over ranks but what it was: write into views of x"),
+            (in_a_new_tensor,
+             "chunk 1 of x is not the sum over ranks but what it was (what you return is right: work in x)"),
+            (freed, "on rank 0 of 2, the storage of what you return was freed"),
             (in_copies, "bytes were taken on rank 0 of 2 besides x: two chunks are 480")],
         saves_nothing=(whole_each_time, "the numbers are right, but rank 0 of 2 sent {'send': 480}"),
     ),
     page.check_gather_half: Answers(
         right=[page.gather_half, gather_by_copy, gather_from_owners],
         wrong=[
-            (partial(gather_with_fault, first=0), "on rank 0 of 2, rows 0 to 23 of what you return are not"),
-            (partial(gather_with_fault, steps=-2), "on rank 0 of 2, rows 0 to 23 of what you return are not"),
+            (partial(gather_with_fault, first=0), "is not rank 1's finished one but what it was: write into views"),
+            (partial(gather_with_fault, steps=-2), "chunk 0 of what you return is not rank 1's finished one but what"),
             (partial(gather_with_fault, steps=0), "the numbers are right, but rank 0 of 2 sent {'send': 480}"),
-            (partial(gather_with_fault, add=True), "on rank 0 of 2, rows 0 to 23 of what you return are not"),
-            (partial(gather_with_fault, left=True), "on rank 0 of 3, rows 0 to 23 of what you return are not"),
-            (partial(gather_with_fault, out=False), "on rank 0 of 2, rows 0 to 23 of what you return are not"),
+            (partial(gather_with_fault, add=True), "but its sum with what it was: what comes replaces a chunk"),
+            (partial(gather_with_fault, left=True), "on rank 0 of 3, chunk 0 of what you return is not rank 2's"),
+            (partial(gather_with_fault, out=False), "is not rank 1's finished one but what it was: write into views"),
+            (lambda comm, x: comm.all_gather(x.chunk(comm.world_size)[(comm.rank + 1) % comm.world_size]),
+             "chunk 0 of what you return is not rank 1's finished one but chunk 1, finished"),
             (partial(gather_with_fault, chunk=False), "(x is right: return it)"),
             (by_a_collective, "rank 0 of 2 sent {'all_gather': 240}: N - 1 chunks are 240 bytes, all by send_recv"),
-            (lambda comm, x: x, "on rank 0 of 2, rows 0 to 23 of what you return are not"),
-            (page.reduce_half, "on rank 0 of 2, rows 0 to 23 of what you return are not")],
+            (lambda comm, x: x, "on rank 0 of 2, chunk 0 of what you return is not rank 1's finished one"),
+            (page.reduce_half, "on rank 0 of 2, chunk 0 of what you return is not rank 1's finished one")],
         saves_nothing=(gather_in_a_list, "bytes were taken on rank 0 of 2 besides x: two chunks are 480"),
     ),
 }
