@@ -166,7 +166,9 @@ def test_a_solution_is_the_first_right_answer_with_what_it_calls(capsys):
     ((1, 2), (int, int), None), ([1, 2], (int, int), None),
     ((1,), (int, int), "expected 2 values (a number, a number)"), ([], [int], None),
     ((1, "2"), (int, int), "expected a number, you return '2' (str)"),
-    (torch.ones(2), [torch.Tensor], "expected a list, each of it a tensor"), (print, callable, None),
+    (torch.ones(2), [torch.Tensor], "expected a list or tuple, each of it a tensor"), (print, callable, None),
+    ([(0,)], [int], "in your list: expected a number, you return (0,) (tuple)"),
+    (3, ([int], callable), "expected 2 values (a list or tuple, each of it a number; a function), you return 3"),
     (3, callable, "expected a function, you return 3 (int)")])
 def test_what_an_answer_returns_is_looked_at_first(value, gives, words):
     found = fault(value, gives)

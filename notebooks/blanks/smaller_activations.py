@@ -70,10 +70,11 @@ def hooks(model, group):
 
 
 def _values(groups, group):
-    """Return random values, in groups that differ in place and range; the second is all the same."""
+    """Return random values, in groups that differ in place and range; the second is all the same, the third tiny."""
     torch.manual_seed(group)
     rows = torch.randn(groups, group) * 10.0 ** (torch.arange(groups)[:, None] % 4 - 1) - 3
     rows[1] = 0.7
+    rows[2] *= 1e-8
     return rows.flatten()
 
 
@@ -107,7 +108,8 @@ def check_encode(encode):
                 return f"the values of group {i} are all equal: expected codes of 0"
             if off[i] > 0.505 * step[i] + 1e-6 * high[i].abs():
                 far = (off[i] / step[i]).item()
-                return f"group {i} of {group} values is off by {far:.3f} of a step; 0.5 is the most"
+                return (f"group {i} of {group} values is off by {far:.3f} of a step; 0.5 is the most. Its values go "
+                        f"from {low[i].item():.3g} to {high[i].item():.3g}")
     return None
 
 
@@ -165,9 +167,42 @@ def _kept(context, batch):
     return value, torch.cat([each.flatten() for each in gradients]), kept, left
 
 
+def _made(pack, x):
+    """Return the bytes of what `pack` makes for x, in which x itself does not count."""
+    with memory.track(x) as t:
+        kept = pack(x)
+        found = t.now.total - t.start.total
+        del kept
+    return found
+
+
+def _not_whole(answer, group):
+    """Return a sentence if `pack` makes bytes of its own for what has to stay whole."""
+    model, x = _Net(), torch.randn(3 * group // 2, requires_grad=True)
+    pack, _ = answer(model, group)
+    for what, each in {"a tensor that requires no gradient": torch.randn(group),
+                       "a view of a weight, which shares the parameter's storage,": model.last.weight.T,
+                       f"a tensor of {len(x)} values, which group = {group} does not divide,": x * 1}.items():
+        if nbytes := _made(pack, each):
+            return f"{what} does not stay whole: pack makes {nbytes:,} bytes for it, and x.detach() makes none"
+    return None
+
+
+def _in_bytes(answer, group):
+    """Say how many bytes `pack` makes for an activation, if it is not as many as a code has."""
+    x = torch.randn(2 * group, 3, requires_grad=True) * 1
+    made, expected = _made(answer(_Net(), group)[0], x), x.numel() + 8 * 6
+    return "" if made == expected else (
+        f". Of an activation of shape {tuple(x.shape)} pack makes {made:,} bytes with group = {group}: expected "
+        f"{expected:,}, its codes, least and step")
+
+
 @blank(hooks, "parity and bytes", (callable, callable))
 def check_hooks(answer):
     """Check the loss, the gradient, the bytes that are kept until backward, and that none stay without one."""
+    for group in (128, 64):
+        if wrong := _not_whole(answer, group):
+            return wrong
     for batch in (96, 3):  # of 3, group does not divide all
         for group in (128, 64):
             plain, exact, *_ = _kept(lambda model: torch.enable_grad(), batch)
@@ -180,7 +215,8 @@ def check_hooks(answer):
             if not far <= 2 * near + 1e-6:
                 return f"the gradient is off by {far.item():.2%}, with ours by {near.item():.2%}"
             if kept != expected:
-                return f"loss and gradient are right, but {kept:,} bytes are kept: expected {expected:,}"
+                return (f"loss and gradient are right, but {kept:,} bytes are kept: expected {expected:,}"
+                        + _in_bytes(answer, group))
             if left:
                 return (f"{left:,} bytes stay when a loss is dropped without backward: what an operation saves of its "
                         "own output holds itself, unless pack returns x.detach()")

@@ -7,7 +7,7 @@ from math import inf
 import torch
 
 from exercises import close
-from exercises.asking import ANYTHING, Asked
+from exercises.asking import ANYTHING, Asked, Complaint
 from refimpl import memory
 from refimpl.checkpointing import checkpoint, costs, run_chain
 
@@ -17,7 +17,9 @@ HINTS = {
     "run_plan": [
         "Go through the plan and change x at each item. A number calls its function.",
         "A tuple is a plan, too: `checkpoint(run_plan, functions, item, x)` runs it as a region. Its own tuples are "
-        "found when `run_plan` gets there."],
+        "found when `run_plan` gets there.",
+        "A `lambda` reads a loop's variable only when it runs, and in backward that is the last item. So give "
+        "`checkpoint` the item as an argument, or bind it: `lambda x, item=item: …`."],
     "keep_first": [
         "If m is less than `room_to_keep(chain, i, j)`, the answer is `(inf, [])`.",
         "What stage i keeps, and its output, stay until its backward. So the others have that much less of m: "
@@ -44,8 +46,8 @@ def run_plan(functions, plan, x):
 def keep_first(chain, i, j, m, best):
     """Return (time, plan) of the stages i … j within m bytes, where stage i keeps what backward needs.
 
-    `best(i, j, m)` returns the best (time, plan) of other stages. Return (inf, []) if m is below
-    `room_to_keep(chain, i, j)`.
+    `best(i, j, m)` returns the best (time, plan) of other stages, and (0, []) of none: i > j. It remembers the list
+    that it returns, so make a new one. Return (inf, []) if m is below `room_to_keep(chain, i, j)`.
     """
     if m < room_to_keep(chain, i, j):
         return inf, []
@@ -101,7 +103,10 @@ def _step(run, plan):
         kept, output = t.now.total - t.start.total - y.nbytes, y.detach().clone() if y.requires_grad else y
         loss = y.square().sum()
         del y
-        Asked(loss.backward, ANYTHING)()
+        try:
+            Asked(loss.backward, ANYTHING)()
+        except Complaint as complaint:
+            raise Complaint(f"plan {plan}, in backward, when regions run again: {complaint}") from None
     return output, [leaf.grad for leaf in leaves], kept, runs
 
 
@@ -141,14 +146,30 @@ def _chains():
 
 def _best(i, j, m):
     """Stand in for what is best for other stages; the plan tells what was asked for."""
-    return random.Random(f"{i} {j} {m}").randint(1, 500), [f"best({i}, {j}, {m})"]
+    return (random.Random(f"{i} {j} {m}").randint(1, 500), [f"best({i}, {j}, {m})"]) if i <= j else (0, [])
+
+
+def _remembering():
+    """Return (`_best`, which keeps what it returned as the page's own does; what it keeps)."""
+    kept = {}
+
+    def best(i, j, m):
+        return kept.setdefault((i, j, m), _best(i, j, m))
+
+    return best, kept
 
 
 def _differs(function, ours):
     for chain, i, j, m in _chains():
-        (said, plan), (time, expected) = (each(chain, i, j, m, _best) for each in (function, ours))
+        best, kept = _remembering()
+        (said, plan), (time, expected) = function(chain, i, j, m, best), ours(chain, i, j, m, _best)
+        where = f"stages {i} to {j} within {m} bytes"
         if said != time or (time < inf and plan != expected):
-            return f"stages {i} to {j} within {m} bytes: you return {said}, {plan}; expected {time}, {expected}"
+            return (f"{where}: you return {said}, {plan}; expected {time}, {expected}\n"
+                    "'best(i, j, m)' in a plan stands for the list that this call returned")
+        if changed := [asked for asked, found in kept.items() if found != _best(*asked)]:
+            return (f"{where}: right, but your function changes the list that best{changed[0]} returned. `best` "
+                    "remembers that list, and returns it changed from then on: make a new one")
     return None
 
 

@@ -94,7 +94,8 @@ def fault(value, gives):
         kinds = gives if isinstance(gives, tuple) else gives * len(value) if isinstance(value, (tuple, list)) else gives
         if not isinstance(value, (tuple, list)) or len(value) != len(kinds):
             return f"expected {_name(gives)}, you return {_shown(value)}"
-        return next(filter(None, map(fault, value, kinds)), None)
+        wrong = next(filter(None, map(fault, value, kinds)), None)
+        return f"in your list: {wrong}" if wrong and isinstance(gives, list) else wrong
     if gives in (int, float, SCALAR):
         good = isinstance(value, Real) and not isinstance(value, bool)
         good |= gives == SCALAR and isinstance(value, torch.Tensor) and value.numel() == 1
@@ -118,9 +119,10 @@ def not_filled(answer):
 
 def _name(gives):
     if isinstance(gives, tuple):
-        return f"{len(gives)} values ({', '.join(map(_name, gives))})"
+        apart = "; " if any(isinstance(each, list) for each in gives) else ", "
+        return f"{len(gives)} values ({apart.join(map(_name, gives))})"
     if isinstance(gives, list):
-        return f"a list, each of it {_name(gives[0])}"
+        return f"a list or tuple, each of it {_name(gives[0])}"
     return {int: "a number", float: "a number", bool: "True or False", str: "a text", callable: "a function",
             torch.Tensor: "a tensor", SCALAR: SCALAR}.get(gives, f"a {getattr(gives, '__name__', gives)}")
 

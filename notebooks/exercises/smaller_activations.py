@@ -94,12 +94,14 @@ def _in_python(hooks, given):
 
 
 def _values(n, group, seed):
-    """Return n values, the first group all the same, each other one with a range and a place of its own."""
+    """Return n values, the first group all the same, each other one with a range and a place of its own; those of the
+    third are tiny."""
     torch.manual_seed(seed)
     x = torch.randn(n)
     for i, part in enumerate(x.split(group)[1:], 1):
         part.mul_(10.0 ** (i % 3)).add_(30 * seed * (-1) ** i)
     x[:group] = 0.5 + seed
+    x[2 * group : 3 * group] *= 1e-9
     return x
 
 
@@ -135,7 +137,8 @@ def _far(x, found, group):
     for i, (part, back) in enumerate(zip(x.split(group), found.split(group), strict=True)):
         step, off = ((part.max() - part.min()) / 15).item(), (part - back).abs().max().item()
         if not off <= 0.502 * step + 1e-6 * part.abs().max().item():  # NaN is not
-            far = f"{off / step:.3f} of a step; 0.5 is the most" if step else f"{off:.2g}, and its values are all equal"
+            far = (f"{off / step:.3f} of a step; 0.5 is the most. Its values go from {part.min().item():.3g} to "
+                   f"{part.max().item():.3g}") if step else f"{off:.2g}, and its values are all equal"
             return f"group {i} of {len(x)} values in groups of {group} is off by {far}"
     return None
 
@@ -181,7 +184,8 @@ def third(forward):
             return "your loss has no graph, so nothing can be trained"
         if len(said) != len(norms):
             return f"saves_nothing returns {len(norms)} norms, you return {len(said)}"
-        for i, (mine, norm) in enumerate(zip(map(float, said), norms, strict=True)):
+        numbers = [each.item() if isinstance(each, torch.Tensor) else each for each in said]
+        for i, (mine, norm) in enumerate(zip(numbers, norms, strict=True)):
             if not abs(mine - norm) <= 1e-4 * norm:
                 return f"norm {i} is {norm:.5g} in saves_nothing, you return {mine:.5g}"
         if left := sum(bool(module._forward_hooks) for module in model.modules()):

@@ -42,6 +42,14 @@ def with_a_step_of_one(x, group):
     return ((rows - least) / step.clamp(min=1)).round().flatten().to(torch.uint8), least, step
 
 
+def with_a_small_number(x, group):
+    """Its guard against a step of 0 is larger than the steps of tiny values."""
+    rows = x.view(-1, group)
+    least, most = rows.aminmax(dim=1, keepdim=True)
+    step = (most - least) / 255
+    return ((rows - least) / (step + 1e-8)).round().flatten().to(torch.uint8), least, step
+
+
 def in_place(x, group):
     least, most = x.view(-1, group).aminmax(dim=1, keepdim=True)
     step = (most - least) / 255
@@ -151,6 +159,18 @@ def by_identity(model, group):
     return lambda x: x.detach() if any(x is p for p in model.parameters()) else pack(x), unpack
 
 
+def by_is_leaf(model, group):
+    """Takes leaves for parameters."""
+    pack, unpack = page.hooks(torch.nn.Module(), group)
+    return lambda x: x.detach() if x.is_leaf else pack(x), unpack
+
+
+def by_the_last_dimension(model, group):
+    """Asks whether group divides a row, not all values."""
+    pack, unpack = page.hooks(model, group)
+    return lambda x: x.detach() if x.shape[-1] % group else pack(x), unpack
+
+
 def in_bf16(model, group):
     return lambda x: x.detach().bfloat16(), lambda kept: kept.float()
 
@@ -167,7 +187,8 @@ ANSWERS = {
             (partial(coded, rounded=torch.floor), "of a step; 0.5 is the most"),
             (partial(coded, levels=256), "step is not (largest − least) / 255"),
             (partial(coded, levels=127), "step is not (largest − least) / 255"),
-            (with_a_step_of_one, "of a step; 0.5 is the most"),
+            (with_a_step_of_one, "of a step; 0.5 is the most. Its values go from"),
+            (with_a_small_number, "of a step; 0.5 is the most. Its values go from -3.5e-07 to"),
             (partial(coded, rounded=lambda codes: codes.round() + 1), "is off by"),
             (partial(coded, guard=torch.zeros(()), rounded=lambda codes: codes.nan_to_num(7).round()),
              "the values of group 1 are all equal: expected codes of 0"),
@@ -206,16 +227,18 @@ ANSWERS = {
     page.check_hooks: Answers(
         right=[page.hooks, hooks_of_a_class, hooks_of_the_paper, hooked],
         wrong=[
-            (partial(hooked, without_gradient=False), "the gradient is off by"),
-            (partial(hooked, parameters=False), "bytes are kept: expected"),
-            (by_identity, "bytes are kept: expected"),
+            (partial(hooked, without_gradient=False), "a tensor that requires no gradient does not stay whole: "),
+            (partial(hooked, parameters=False), "a view of a weight, which shares the parameter's storage, does not"),
+            (by_identity, "storage, does not stay whole: pack makes 4,352 bytes for it"),
+            (by_is_leaf, "storage, does not stay whole: pack makes 4,352 bytes for it"),
+            (by_the_last_dimension, "of shape (256, 3) pack makes 0 bytes with group = 128: expected 816"),
             (partial(hooked, divides=False), "your function raises RuntimeError"),
             (partial(hooked, detach=False), "bytes stay when a loss is dropped without backward"),
             (partial(hooked, keep=True), "bytes are kept: expected"),
             (partial(hooked, code=lambda x, group: page.encode(x, len(x))), "bytes are kept: expected"),
             (partial(hooked, shaped=False), "pack was given a tensor of shape"),
             (partial(hooked, strided=True), "the gradient is off by"),
-            (in_bf16, "bytes are kept: expected"),
+            (in_bf16, "a tensor that requires no gradient does not stay whole: pack makes"),
             (nothing_left, "the gradient is off by"),
             (lambda model, group: page.hooks(model, group)[::-1], "unpack: expected a tensor"),
             (lambda model, group: page.hooks(model, 128), "bytes are kept: expected"),

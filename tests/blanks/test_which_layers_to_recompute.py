@@ -74,6 +74,16 @@ def run_in_place_of_regions(functions, plan, x):
     return x
 
 
+def run_by_a_lambda(functions, plan, x):
+    """In backward, `item` is the last one."""
+    for item in plan:
+        if isinstance(item, tuple):
+            x = checkpoint(lambda x: run_by_a_lambda(functions, item, x), x)  # noqa: B023  that is the fault
+        else:
+            x = functions[item](x)
+    return x
+
+
 def run_all_in_regions(functions, plan, x):
     for item in plan:
         x = checkpoint(run_all_in_regions, functions, item, x) if isinstance(item, tuple) else checkpoint(
@@ -99,6 +109,24 @@ def keep_in_a_line(chain, i, j, m, best):
     time, plan = best(i + 1, j, m - (chain.activation_bytes[i] + chain.output_bytes[i]))
     spent = chain.forward_times[i] + chain.backward_times[i]
     return (time + spent, [i] + plan) if page.room_to_keep(chain, i, j) <= m else (inf, plan)
+
+
+def keep_the_last_alone(chain, i, j, m, best):
+    if m < page.room_to_keep(chain, i, j):
+        return inf, []
+    time = chain.forward_times[i] + chain.backward_times[i]
+    if i == j:
+        return time, [i]
+    later, plan = best(i + 1, j, m - chain.activation_bytes[i] - chain.output_bytes[i])
+    return time + later, [i] + plan
+
+
+def keep_in_the_list_of_best(chain, i, j, m, best):
+    if m < page.room_to_keep(chain, i, j):
+        return inf, []
+    time, plan = best(i + 1, j, m - chain.activation_bytes[i] - chain.output_bytes[i])
+    plan.insert(0, i)
+    return chain.forward_times[i] + chain.backward_times[i] + time, plan
 
 
 def keep(chain, i, j, m, best, *, room=True, strict=False, activation=1, output=1, forward=1, backward=1, later=1,
@@ -135,6 +163,26 @@ def recompute_by_a_loop(chain, i, j, m, best):
     return least, plan
 
 
+def recompute_in_the_list_of_best(chain, i, j, m, best):
+    least, plan = inf, []
+    for k in range(i + 1, j + 1):
+        if m >= page.room_to_run(chain, i, k, j):
+            time, rest = best(k, j, m - chain.output_bytes[k - 1])
+            again, region = best(i, k - 1, m)
+            rest.insert(0, tuple(region))
+            least, plan = min((least, plan), (sum(chain.forward_times[i:k]) + time + again, rest), key=lambda o: o[0])
+    return least, plan
+
+
+def recompute_without_inner_regions(chain, i, j, m, best):
+    options = [(inf, [])]
+    for k in range(i + 1, j + 1):
+        if m >= page.room_to_run(chain, i, k, j):
+            time, rest = best(k, j, m - chain.output_bytes[k - 1])
+            options.append((sum(chain.forward_times[i:k]) + time + best(i, k - 1, m)[0], [tuple(range(i, k)), *rest]))
+    return min(options, key=lambda option: option[0])
+
+
 def recompute(chain, i, j, m, best, *, last=1, room=True, strict=False, output=1, forward=True, again=True, held=0,
               region=tuple, which=min, first=False, order=1, at=-1):
     options = [(inf, [])]
@@ -160,6 +208,7 @@ ANSWERS = {
             (partial(run_flat, each=True), "forward keeps 230,400 bytes, expected about 192,000"),
             (run_under_no_grad, "plan [(0, 1), 2, (3,), 4]: the output is right, but the gradients are not"),
             (run_in_place_of_regions, "the output is not that of the functions"),
+            (run_by_a_lambda, "plan [(0, 1), 2, (3,), 4], in backward, when regions run again: your function raises"),
             (run_all_in_regions, "plan [0, 1, 2, 3, 4]: the gradients are right, but functions 0 to 4 run [2, 2, 2"),
             (lambda functions, plan, x: page.run_plan(functions, plan[::-1], x), "the output is not that of"),
             (lambda functions, plan, x: page.run_plan(functions, plan[:-1], x), "the output is not that of"),
@@ -169,8 +218,9 @@ ANSWERS = {
         saves_nothing=(partial(run_flat, regions=False), "plan [(0, 1), 2, (3,), 4]: the gradients are right, but"),
     ),
     page.check_keep_first: Answers(
-        right=[page.keep_first, keep_by_steps, keep_in_a_line],
+        right=[page.keep_first, keep_by_steps, keep_in_a_line, keep_the_last_alone],
         wrong=[
+            (keep_in_the_list_of_best, "bytes: right, but your function changes the list that best(1, 2, "),
             (partial(keep, room=False), "expected inf, []"),
             (partial(keep, strict=True), "you return inf, []; expected"),
             (partial(keep, activation=0), "stages 0 to 2 within"),
@@ -178,7 +228,7 @@ ANSWERS = {
             (partial(keep, output=-1), "stages 0 to 2 within"),
             (partial(keep, forward=2), "stages 0 to 2 within"),
             (partial(keep, backward=0), "stages 0 to 2 within"),
-            (partial(keep, later=0), "'best(0, 2, "),
+            (partial(keep, later=0), "'best(i, j, m)' in a plan stands for the list that this call returned"),
             (partial(keep, order=-1), "stages 0 to 2 within"),
             (partial(keep, region=True), "you return"),
             (lambda chain, i, j, m, best: keep(chain, i, j, m, lambda *asked: (best(*asked)[0], [])), "expected"),
@@ -188,6 +238,8 @@ ANSWERS = {
     page.check_recompute_first: Answers(
         right=[page.recompute_first, recompute_by_min, recompute_by_a_loop],
         wrong=[
+            (recompute_in_the_list_of_best, "bytes: right, but your function changes the list that best(1, 2, "),
+            (recompute_without_inner_regions, "[(0,), 'best(1, 2, 103)']; expected 562, [('best(0, 0, 139)',), 'best("),
             (partial(recompute, last=0), "stages "),
             (partial(recompute, room=False), "stages 0 to 2 within 99 bytes"),
             (partial(recompute, strict=True), "expected"),

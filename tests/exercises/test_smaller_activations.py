@@ -170,12 +170,12 @@ def code_by_halves(x, group):
     return (packed, low, step), decode
 
 
-def coded(x, group, *, levels=15, rounded=torch.round, guard=True, shared=False, dtype=torch.float32):
+def coded(x, group, *, levels=15, rounded=torch.round, guard=True, shared=False, dtype=torch.float32, more=0):
     """Quantize with a fault. Returns (codes in fp32, least, step, of each group)."""
     parts = x.split(len(x) if shared else group)
     least, most = (torch.stack(each).to(dtype).float() for each in zip(*map(torch.aminmax, parts), strict=True))
     step = ((most - least) / levels).to(dtype).float()
-    codes = [rounded((part - low) / (by if by > 0 or not guard else 1)) for part, low, by in zip(
+    codes = [rounded((part - low) / (by + more if by > 0 or not guard else 1)) for part, low, by in zip(
         parts, least, step, strict=True)]
     return torch.cat(codes).clamp(0, 15).nan_to_num(7), least, step
 
@@ -359,6 +359,7 @@ ANSWERS = {
             (partial(faulty, rounded=lambda x: (x + torch.rand(len(x))).floor()), "of a step; 0.5 is the most"),
             (partial(faulty, levels=16), "of a step; 0.5 is the most"),
             (partial(faulty, levels=14), "of a step; 0.5 is the most"),
+            (partial(faulty, more=1e-8), "is off by 4.000 of a step; 0.5 is the most. Its values go from -1.57e-07"),
             (partial(faulty, guard=False), "is off by 7, and its values are all equal"),
             (partial(faulty, dtype=torch.bfloat16), "of a step; 0.5 is the most"),
             (keeping_x, "when decode gets the tensors of other values: it may use its arguments alone"),
@@ -368,6 +369,8 @@ ANSWERS = {
             (decoding_to(lambda x: x.view(1, -1)), "of shape (1024,), you return a tensor of shape (1, 1024)"),
             (decoding_to(torch.Tensor.half), "you return a tensor of shape (1024,) in torch.float16"),
             (decoding_to(torch.Tensor.tolist), "decode: expected a tensor"),
+            (lambda x, group: (*code(x, group)[0], code(x, group)[1]), "expected 2 values (a list or tuple, each of it "
+             "a tensor; a function), you return"),
             (lambda x, group: code(x, group)[0], "expected 2 values")],
         same=("> → >=",),  # 0 / 0: whatever code it becomes, the step is 0
     ),

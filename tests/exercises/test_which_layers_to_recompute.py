@@ -147,7 +147,7 @@ ANSWERS = {
             (lambda layers, k: list(range(1, layers + 1))[-k:], "expected 2 different layers from 0 to 5"),
             (lambda layers, k: [0] * k, "you name [0, 0], expected 2 different layers"),
             (lambda layers, k: [*range(k), 0], "you name [0, 0, 1], expected 2 different layers"),
-            (lambda layers, k: [(i,) if i < k else i for i in range(layers)], "expected a number"),
+            (lambda layers, k: [(i,) if i < k else i for i in range(layers)], "in your list: expected a number"),
             (lambda layers, k: k, "expected a list")],
     ),
     page.second: Answers(
