@@ -46,8 +46,8 @@ def run_plan(functions, plan, x):
 def keep_first(chain, i, j, m, best):
     """Return (time, plan) of the stages i … j within m bytes, where stage i keeps what backward needs.
 
-    `best(i, j, m)` returns the best (time, plan) of other stages, and (0, []) of none: i > j. It remembers the list
-    that it returns, so make a new one. Return (inf, []) if m is below `room_to_keep(chain, i, j)`.
+    `best(i, j, m)` returns the best (time, plan) of other stages, (0, []) if i > j. It keeps its lists: make new ones.
+    Return (inf, []) if m is below `room_to_keep(chain, i, j)`.
     """
     if m < room_to_keep(chain, i, j):
         return inf, []
