@@ -47,7 +47,7 @@ def readings(name, costs, link=None):
 def unit():
     """Seconds of a whole rank's F. A slower processor is as much longer in what a rank does between stages, and ranks
     that share its cores wait for each other's: the square."""
-    return 0.05 * slowness() ** 2
+    return 0.05 * min(slowness() ** 2, 3)
 
 
 def costs_of(name, *units):
