@@ -22,10 +22,10 @@ def compute(seconds: float, kind: str = "compute", name: str = "") -> None:
     as one that computes: it is not hung, whatever its `timeout`. In a dry run no time passes. ValueError for a number
     below 0.
     """
-    end = now() + check_seconds(seconds, "seconds")
+    seconds = check_seconds(seconds, "seconds")
     with computing(kind, name):
         if active_fake_mode() is None:
-            sleep_until(end)
+            sleep_until(now() + seconds)
 
 
 class Delay(torch.nn.Module):
