@@ -1,7 +1,7 @@
 """Marks: a technique says what a tensor is for, and every meter knows it by that.
 
-A meter puts itself into `meters` while it counts, and `tell` calls its methods. Without a meter a mark costs a weak
-reference.
+A meter puts itself into `meters` while it counts, and `tell` calls those of its methods that are named as the event.
+Without a meter a mark costs a weak reference.
 """
 
 import weakref
@@ -40,8 +40,10 @@ def mark_of(storage):
 
 
 def tell(event, *args):
-    """Call the method `event` of every meter. Not in code that is being compiled: that runs as one piece."""
+    """Call the method `event` of every meter that has it. Not in code that is being compiled: that runs as one
+    piece."""
     if is_compiling():
         return
     for meter in meters:
-        getattr(meter, event)(*args)
+        if hear := getattr(meter, event, None):
+            hear(*args)

@@ -58,12 +58,15 @@ def arithmetic(timeline):
 
 
 def _expected(timeline):
-    """(bytes of weights, of gradients, of optimizer state, the terms in words) by the arithmetic."""
-    models = [model for model in timeline.recording.models if model.trained + model.frozen]
-    trained, frozen = sum(m.trained for m in models), sum(m.frozen for m in models)
-    sizes = Counter()
-    for model in models:
-        sizes.update(model.dtypes)
+    """(bytes of weights, of gradients, of optimizer state, the terms in words) by the arithmetic, for the models that
+    live at the peak."""
+    alive, counts, sizes = set(timeline.alive(timeline.peak_row).tolist()), Counter(), Counter()
+    parameters = (each for model in timeline.recording.models for each in model.parameters)
+    for number, elements, size, is_trained in parameters:
+        if number is None or number in alive:
+            counts[is_trained] += elements
+            sizes[size] += elements
+    trained, frozen = counts[True], counts[False]
     weights = sum(size * count for size, count in sizes.items())
     state = sum(int(timeline.nbytes[i]) for i in timeline.where(OPTIMIZER_STATE)
                 if timeline.freed[i] >= timeline.rows and timeline.records[i].shape)  # one number alone is a counter

@@ -52,7 +52,8 @@ class Explanation:
     @cached_property
     def trains(self) -> bool:
         """Whether a model ran and a backward with it."""
-        return bool(self.timeline.backwards) and any(model.trained for model in self.run.recording.models)
+        return bool(self.timeline.backwards) and any(
+            trained for model in self.run.recording.models for *_, trained in model.parameters)
 
     @cached_property
     def arithmetic(self) -> Any:

@@ -68,7 +68,8 @@ class Kinds:
             return None
         if record.phase == BACKWARD and category == TEMPORARIES:
             return COPIES
-        return CASTS if record.dtype in ("float16", "bfloat16") and record.op == "_to_copy" else None
+        is_cast = record.dtype in ("float16", "bfloat16") and record.op == "_to_copy" and record.module
+        return CASTS if is_cast else None  # outside of modules it is the program's own copy
 
 
 def _of_loss(record):

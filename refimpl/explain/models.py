@@ -10,42 +10,47 @@ from torch import nn
 
 from ..known_models.mlp import read
 from ..mlp import MemoryEfficientMLP
+from ..model import GPT
+from ..others import ask
 
 
 @dataclass(frozen=True)
 class ModelFacts:
     """What one model is.
 
-    - `trained`, `frozen`: numbers of parameters. `dtypes`: {element size in bytes: parameters of it}.
+    - `parameters`: (number of its record, elements, bytes of each, whether it is trained) of each parameter.
     - `blocks`: paths of modules that are repeated. `mlps`: paths of MLPs whose hidden layer can be computed again.
     - `heads`: {width of the output: (width of the input, has a bias, path)} of its linear layers, the last of each.
+    - `no_head`, `no_sequence`: why its loss cannot take the logits' place, why its sequences cannot be cut; "" if so.
+    - `takes_attention`: whether it can be given another attention from outside.
     """
 
     name: str
-    trained: int
-    frozen: int
-    dtypes: dict
+    parameters: tuple
     shapes: frozenset  # of parameters
     blocks: tuple
     mlps: tuple
     heads: dict
+    no_head: str
+    no_sequence: str
+    takes_attention: bool
 
     @classmethod
-    def of(cls, model, name, counted):
+    def of(cls, model, name, counted, numbers_of):
         """Look at a module. Paths are those of the tracker: a root is called by its class, `name`. Parameters in the
-        mapping `counted` are another model's, too, and are not counted again; the rest is put into it."""
+        mapping `counted` are another model's, too, and are not counted again; the rest is put into it. `numbers_of`
+        returns the numbers of a tensor's records."""
         parameters = [p for p in model.parameters() if not nn.parameter.is_lazy(p)]
         new = [p for p in parameters if p not in counted]
-        dtypes = Counter()
-        for parameter in new:
-            counted[parameter] = None
-            dtypes[parameter.element_size()] += parameter.numel()
-        trained = sum(p.numel() for p in new if p.requires_grad)
+        counted.update((p, None) for p in new)
+        facts = tuple((next(iter(numbers_of(p)), None), p.numel(), p.element_size(), p.requires_grad) for p in new)
         heads = {m.out_features: (m.in_features, m.bias is not None, path or name)
                  for path, m in model.named_modules() if isinstance(m, nn.Linear)}
-        return cls(name, trained, sum(dtypes.values()) - trained, dict(dtypes),
-                   frozenset(tuple(p.shape) for p in parameters), tuple(path for path, _ in blocks_of(model)),
-                   tuple(path for path, m in model.named_modules() if _is_known_mlp(m)), heads)
+        return cls(name, facts, frozenset(tuple(p.shape) for p in parameters),
+                   tuple(path for path, _ in blocks_of(model)),
+                   tuple(path for path, m in model.named_modules() if _is_known_mlp(m)), heads,
+                   _refusal("head", model), _refusal("sequence", model),
+                   any(hasattr(type(m), "set_attn_implementation") for m in model.modules()))
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,16 @@ def blocks_of(model):
 
 def _is_whole(module):
     return next(module.children(), None) is not None and next(module.parameters(), None) is not None
+
+
+def _refusal(question, model):
+    """Return why a technique cannot change a model from outside, "" if it can."""
+    if isinstance(model, GPT):
+        return ""
+    try:
+        return "" if ask(question, model) is not None else f"{type(model).__name__} is not of transformers"
+    except (TypeError, ValueError) as error:
+        return str(error).partition(":")[0]
 
 
 def _is_known_mlp(module):

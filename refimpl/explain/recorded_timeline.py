@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from ..memory.storage_records import BACKWARD, FORWARD
+from ..memory.tracking.taking import WORKSPACE
 
 
 class RecordedTimeline:
@@ -55,6 +56,11 @@ class RecordedTimeline:
     def saved(self, spans):
         """Return by how many bytes `spans` lower the peak."""
         return self.peak - self.peak_with(spans)
+
+    def workspaces(self, layouts):
+        """Return the spans of workspaces that may be others with a technique, as if they were not there: of
+        convolutions, whose kernels oneDNN chooses; and of all where `layouts` of what is saved change."""
+        return [self.whole(i) for i in self.where(WORKSPACE) if layouts or "convolution" in self.records[i].op]
 
     @property
     def last_peak(self):
@@ -112,6 +118,19 @@ class RecordedTimeline:
         while row > 1 and ops[row - 2].phase == BACKWARD and inside(ops[row - 2].module, path):
             row -= 1
         return max(row, 1)
+
+    def block_end(self, record):
+        """Return the row after which no variable inside of a model can hold a record: the repeated block that made it
+        has returned, or else the model has."""
+        at = int(self.born[record]) - 1
+        return next((call.end + 1 for call in self._outer_calls if call.begin <= at <= call.end), 0)
+
+    @cached_property
+    def _outer_calls(self):
+        """The calls of repeated blocks, then those of models."""
+        blocks = {path for model in self.recording.models for path in model.blocks}
+        inner = [call for call in self.recording.calls if call.path in blocks]
+        return inner + [call for call in self.recording.calls if call.depth == 1]
 
     def kept_by(self, call):
         """Return the records that were made in a call, survived it for backward, and are not what it returned."""

@@ -5,23 +5,28 @@ began and ended and what it returned, whether a saved tensor wanted a gradient, 
 """
 
 import weakref
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import torch
 from torch.compiler import is_compiling
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..common.nested_tensors import tensors_in
 from ..memory.trace import Trace
 from ..memory.tracker import Tracker
+from ..memory.tracking import listeners
+from ..memory.workspaces import with_those_of_a_log, with_unseen
+from .allocator_log import AllocatorLog
 from .models import ModelFacts, OptimizerFacts
+from .rows import Rows
 
 
 @dataclass
 class RecordedCall:
     """One forward of a module: its path, its first operation, the one after its last, and the records of its tensor
-    arguments and of its output. `switches`: the recorder's numbers of the modules that ran in it, first and after last;
+    arguments and of its output. `nodes`: autograd's number of its first node, and of the one after its last;
     `goes_back`: whether a backward went through what it made."""
 
     path: str
@@ -31,7 +36,7 @@ class RecordedCall:
     inputs: set = field(default_factory=set)
     outputs: set = field(default_factory=set)
     rows: int | None = None  # the first dimension of what it was given
-    switches: tuple = (0, 0)
+    nodes: tuple = (0, 0)
     goes_back: bool = False
     sequence_first: bool = False  # that dimension is time to its module: batch_first=False
 
@@ -48,94 +53,100 @@ class ScriptRecording:
     optimizers: list
     cuda: dict = field(default_factory=dict)  # bytes at the allocator's peak: requested, allocated, reserved
     waiting: int = 0  # parameters that want gradients, and are in no optimizer that stepped
+    rows: dict = field(default_factory=dict)  # numbers of the records that grow with the rows of their batch
+    why_whole: str | None = None  # why batches cannot be cut
 
 
-class ScriptRecorder(Tracker):
-    """A Tracker that notes calls, steps and models besides. Use it as a context; `recording()` at any time."""
+class ScriptRecorder:
+    """A Tracker, and beside it notes of calls, steps and models. Use it as a context; `recording()` at any time.
+
+    `on_model(module)` may change a model at its first call, before the tracker meets it. Of the program's objects it
+    holds none: what the program drops must go.
+    """
 
     def __init__(self, on_model=None):
-        super().__init__()
+        self._tracker, self._before = Tracker(), _Before(on_model, self) if on_model else None
         self.steps, self.calls, self.wanting, self.models, self.optimizers = [], [], set(), [], []
         self.stopped, self._cuda, self._waiting = None, {}, 0
-        self._open, self._known, self._on_model = [], weakref.WeakSet(), on_model
-        self._closed = None, None
-        self._gone_back = set()  # numbers of the switches whose autograd nodes ran
+        self._open, self._known = [], weakref.WeakSet()  # calls that run, outermost first; models and optimizers met
+        self._closed = None, None  # the call that ended last
         self._counted = WeakIdKeyDictionary()  # parameters of models so far: a part that is called alone is no other
         self._updated = WeakIdKeyDictionary()  # parameters of optimizers that stepped
+        self._log, self.rows = AllocatorLog(), Rows(self._tracker)
+        self._tracker.on_operation = self.rows.follow
+        self._of_this_step = 0  # the first record that was made after the last step
 
     def __enter__(self):
-        super().__enter__()
-        self._outputs = register_module_forward_hook(self._returned)
+        self._tracker.__enter__()
+        self._log.begin()
+        listeners.subscribe(self)
+        if self._before:
+            listeners.subscribe(self._before, first=True)
+        self._hooks = [register_module_forward_pre_hook(self._given), register_module_forward_hook(self._returned)]
         return self
 
     def __exit__(self, *exception):
-        self._outputs.remove()
-        super().__exit__(*exception)
+        for hook in self._hooks:
+            hook.remove()
+        listeners.unsubscribe(self)
+        if self._before:
+            listeners.unsubscribe(self._before)
+        self._log.end()
+        self._tracker.__exit__(*exception)
 
     def enter_module(self, module):
-        """Note the call, and at a model's first call what it is; `on_model(module)` may change it before it runs."""
-        recomputes = torch._C._current_graph_task_id() != -1  # a part that backward calls again is no model
-        if not self._modules and module not in self._known and not recomputes:
+        """Note the call, and at a model's first call what it is."""
+        outermost = self.is_outermost()
+        call = RecordedCall(self._tracker.path_of(module), len(self._tracker.ops), -1, len(self._open) + 1)
+        call.nodes = torch._C._autograd._get_sequence_nr(), 0
+        self._open.append((weakref.ref(module), call))
+        if outermost and module not in self._known:
             self._known.add(module)
-            if self._on_model:
-                self._on_model(module)
-            super().enter_module(module)
-            self.models.append(ModelFacts.of(module, self._names[module], self._counted))
-        else:
-            super().enter_module(module)
-        if self.stopped is None:
-            call = RecordedCall(self._names[module], len(self.ops), -1, len(self._modules))
-            call.switches = len(self._switches) - 1, 0
-            self._open.append((module, call))
+            self.models.append(ModelFacts.of(module, call.path, self._counted, self._tracker.numbers_of))
+        if outermost:  # `_given` comes next: with arguments by name, too
+            module._forward_pre_hooks_with_kwargs[self._hooks[0].id] = True
+
+    def is_outermost(self):
+        """Tell whether a module that is called now is a model: a part that backward calls again is none."""
+        return not self._open and torch._C._current_graph_task_id() == -1
+
+    def _given(self, module, args, kwargs=None):
+        """Note the batch of a model's call. Not in code that is being compiled."""
+        if not is_compiling() and module._forward_pre_hooks_with_kwargs.pop(self._hooks[0].id, False):
+            self.rows.enter([*tensors_in(args), *tensors_in(kwargs)], self._of_this_step)
 
     def leave_module(self, module, arguments):
-        """Note where the call ended."""
+        """Note where the call ended, and those in it that raised and did not leave."""
+        if not any(opened() is module for opened, _ in self._open):
+            return
         rows = [t.shape[0] for t in tensors_in(arguments) if t.ndim > 1]
-        inputs = self._numbers_of(arguments)
-        super().leave_module(module, arguments)
-        while self._open:
-            opened, call = self._open.pop()
-            call.end, call.rows, call.inputs = len(self.ops), rows[0] if rows else None, inputs
-            call.switches = call.switches[0], len(self._switches) - 1
+        opened = None
+        while opened is not module:
+            reference, call = self._open.pop()
+            opened = reference()
+            call.end, call.rows = len(self._tracker.ops), rows[0] if rows else None
+            call.inputs = self._tracker.numbers_of(arguments)
+            call.nodes = call.nodes[0], torch._C._autograd._get_sequence_nr()
             call.sequence_first = getattr(opened, "batch_first", None) is False
-            self.calls.append(call)
-            self._closed = module, call
-            if opened is module:  # those above it have raised, and did not leave
-                break
+            if self.stopped is None:
+                self.calls.append(call)
+            self._closed = reference, call
 
     def _returned(self, module, arguments, output):
-        """Note what a call returned; it may have been noted as ended before. Not in code that is being compiled."""
-        if is_compiling():
-            return
-        opened, call = self._open[-1] if self._open and self._open[-1][0] is module else self._closed
-        if opened is module:
-            call.outputs |= self._numbers_of(output)
-
-    def _switch_of_node(self):
-        """Note of which call the autograd node is that runs: a backward may free nothing (retain_graph=True)."""
-        number = super()._switch_of_node()
-        if self.stopped is None:
-            self._gone_back.add(number)
-        return number
-
-    def _numbers_of(self, things):
-        """The numbers of the records of all tensors in a thing that are known."""
-        things = list(things.values()) if isinstance(things, dict) else things
-        found = (self._alive.get(tensor.untyped_storage()._cdata) for tensor in tensors_in(things)
-                 if tensor.layout is torch.strided)
-        return {entry[0] for entry in found if entry is not None}
+        """Note what a call returned; it has been noted as ended before. Not in code that is being compiled."""
+        reference, call = self._closed
+        if not is_compiling() and reference is not None and reference() is module:
+            call.outputs |= self._tracker.numbers_of(output)
 
     def saved(self, tensor):
         """Note whether it wants a gradient: such a one may be rounded, a mask or a statistic not."""
-        super().saved(tensor)
         if tensor.requires_grad:
-            entry = self._alive.get(tensor.untyped_storage()._cdata)
-            if entry is not None:
-                self.wanting.add(entry[0])
+            self.wanting |= self._tracker.numbers_of(tensor)
 
     def stepped(self, optimizer):
         """Note the end of a step, and what the optimizer is."""
-        self.steps.append(len(self.ops))
+        self.steps.append(len(self._tracker.ops))
+        self._of_this_step = len(self._tracker.records)
         if optimizer not in self._known:
             self._known.add(optimizer)
             self.optimizers.append(OptimizerFacts.of(optimizer))
@@ -143,7 +154,9 @@ class ScriptRecorder(Tracker):
 
     def stop(self):
         """Note that what follows is no part of the recording."""
-        self.stopped = len(self.ops)
+        self._log.end()
+        self._tracker.on_operation = None
+        self.stopped = len(self._tracker.ops)
         if all(p in self._counted for p in self._updated):  # else it updates copies, and whose is not known
             self._waiting = sum(p.numel() for p in self._counted if p.requires_grad and p not in self._updated)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -155,10 +168,25 @@ class ScriptRecorder(Tracker):
         """Return the ScriptRecording up to the last step, or up to now if the script ended before."""
         if self.stopped is None:
             self.stop()
+        run = sorted(self._tracker.nodes_run)
         for call in self.calls:
-            call.goes_back = not self._gone_back.isdisjoint(range(*call.switches))
-        events = [event for event in self.events if event[0] < self.stopped]
-        trace = Trace(self.ops[: self.stopped], self.records, events, self.first_call, self._device, self.began_ns,
-                      self.notes)
-        return ScriptRecording(trace, self.steps, self.calls, self.wanting, self.models, self.optimizers, self._cuda,
-                         self._waiting)
+            first, after = (bisect_left(run, number) for number in call.nodes)
+            call.goes_back = first < after
+        trace = self._tracker.until(self.stopped)
+        if self._log.events is not None and trace.device == "cpu":
+            trace = with_those_of_a_log(with_unseen(trace, self._log.events), self._log.events)
+        return ScriptRecording(trace, self.steps, self.calls, self.wanting, self.models,
+                               self.optimizers, self._cuda, self._waiting, self.rows.of, self.rows.why_not)
+
+
+class _Before:
+    """Hears of each model before its tracker does."""
+
+    def __init__(self, on_model, recorder):
+        self._on_model, self._recorder, self._known = on_model, recorder, weakref.WeakSet()
+
+    def enter_module(self, module):
+        """Let a model be changed at its first call."""
+        if self._recorder.is_outermost() and module not in self._known:
+            self._known.add(module)
+            self._on_model(module)

@@ -124,7 +124,8 @@ def _as_main(path, arguments):
 
 
 def own_traceback(error):
-    """Write the traceback of `error` and of what caused it, without the frames of refimpl's runner and meters."""
+    """Write the traceback of `error` and of what caused it, without the frames of refimpl's runner and meters. Where
+    one of these raised, all stay: the fault may be ours."""
     written = traceback.TracebackException.from_exception(error)
     todo, seen = [written], set()
     while todo:
@@ -132,6 +133,8 @@ def own_traceback(error):
         if each is None or id(each) in seen:
             continue
         seen.add(id(each))
-        each.stack = traceback.StackSummary.from_list([f for f in each.stack if not f.filename.startswith(_OURS)])
+        innermost = each.stack[-1].filename if each.stack else ""
+        if not innermost.startswith(_OURS) or innermost == __file__:  # this file raises what the script's text is worth
+            each.stack = traceback.StackSummary.from_list([f for f in each.stack if not f.filename.startswith(_OURS)])
         todo += [each.__cause__, each.__context__, *(each.exceptions or ())]
     return "".join(written.format())

@@ -1,4 +1,4 @@
-"""When to stop: after k steps of every optimizer that has stepped, by an exception from the last one's hook.
+"""When to stop: after k steps of every optimizer that still steps, by an exception from the last one's hook.
 
 `torch.optim` calls a global hook after each step, whoever called `step()`: a loop, a Trainer, Accelerate, a GradScaler.
 The exception is no `Exception`, so that a loop which goes on after errors does not swallow it, while `finally` blocks
@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 PATIENCE = 10  # how often a script may catch the end and go on
+SILENT = 2  # steps beyond its own that one optimizer makes while another waits: that one was given up
 
 
 class StepsDone(BaseException):
@@ -21,15 +22,16 @@ class StepsDone(BaseException):
 class Steps:
     """Count optimizer steps, and end the script after `limit` of them: a context around the script.
 
-    `done` tells whether every optimizer that stepped has `limit` steps; an optimizer that first steps later is not
-    waited for. `on_step(optimizer)` and `on_done()` are called when a step ended and when they all did; `on_caught()`
-    when the script has caught the end `PATIENCE` times. Steps of processes that the script forks do not count.
+    `done` tells whether every optimizer that stepped has `limit` steps. Not waited for are an optimizer that first
+    steps later, one that the program let go of, and one that was given up: another has made `SILENT` steps more.
+    `on_step(optimizer)` and `on_done()` are called when a step ended and when they all did; `on_caught()` when the
+    script has caught the end `PATIENCE` times. Steps of processes that the script forks do not count.
     """
 
     def __init__(self, limit, on_step, on_done, on_caught):
         self.limit, self.done, self.caught = limit, False, 0
         self._on_step, self._on_done, self._on_caught = on_step, on_done, on_caught
-        self._steps, self._behind, self._process = WeakIdKeyDictionary(), 0, os.getpid()
+        self._steps, self._process = WeakIdKeyDictionary(), os.getpid()
         self.by_class = Counter()
 
     def __enter__(self):
@@ -53,11 +55,10 @@ class Steps:
                 self._on_caught()
             raise StepsDone
         steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        self._behind += (steps == 1) - (steps == self.limit)
         name = type(optimizer).__name__
         self.by_class[name] = max(self.by_class[name], steps)
         self._on_step(optimizer)
-        if not self._behind and steps >= self.limit:
+        if min(self._steps.values()) >= self.limit or steps >= self.limit + SILENT:
             self.done = True
             self._on_done()
             raise StepsDone

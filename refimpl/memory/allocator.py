@@ -114,6 +114,7 @@ class CPUMeasurement(_Measurement):
         # Not torch.profiler.profile, which makes a Python object of each operation at the end: seconds for thousands.
         self._profiler = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
         _count_all_threads(True)
+        _log_level(2)
         self._profiler.__enter__()
         torch.UntypedStorage(1)  # an event at the start and one at the end: the allocator's total is known there
         return self
@@ -122,6 +123,7 @@ class CPUMeasurement(_Measurement):
         torch.UntypedStorage(1)
         self._profiler.__exit__(*exception)
         _count_all_threads(False)
+        _log_level(1)
         self.events = _of_this_region(self._profiler.kineto_results.experimental_event_tree())
         del self._profiler
         held = peak = 0
@@ -133,12 +135,25 @@ class CPUMeasurement(_Measurement):
 
 
 @functools.cache
+def _library():
+    name = {"darwin": "libc10.dylib", "win32": "c10.dll"}.get(sys.platform, "libc10.so")
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+
+
+def _log_level(level):
+    """Say which words of PyTorch's C++ go to stderr, 1: warnings, 2: errors. It warns of each region's first release of
+    what is older, whose bytes are unknown to the profiler and do not count here."""
+    try:
+        ctypes.c_int.in_dll(_library(), "FLAGS_caffe2_log_level").value = level
+    except (OSError, ValueError):  # a build without this flag: one line too many
+        pass
+
+
+@functools.cache
 def _all_threads_flag():
     """Return the allocator's own flag. If it is set, its total also counts threads that the profiler does not know."""
-    name = {"darwin": "libc10.dylib", "win32": "c10.dll"}.get(sys.platform, "libc10.so")
     try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
-        return ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage")
+        return ctypes.c_bool.in_dll(_library(), "FLAGS_caffe2_report_cpu_memory_usage")
     except (OSError, ValueError) as error:
         warnings.warn(f"memory.measure on CPU reads this thread and autograd's alone: this build of PyTorch does not "
                       f"let it count others ({error})", RuntimeWarning, stacklevel=4)

@@ -107,6 +107,11 @@ class Trace:
             raise ValueError(f"nothing was allocated on {device!r}; this trace saw {', '.join(self.devices) or 'none'}")
         return Trace(self.ops, self.records, self.events, self.first_call, device, self.began_ns, self.notes)
 
+    def until(self, index: int) -> "Trace":
+        """Return the recording of what happened before the operation `index`."""
+        events = [event for event in self.events if event[0] < index]
+        return Trace(self.ops[:index], self.records, events, self.first_call, self._device, self.began_ns, self.notes)
+
     def categories(self) -> list[str]:
         """Return the category of every storage record, in order."""
         modules_seen = any(PARAMETERS in record.roles for record in self.records)

@@ -60,6 +60,7 @@ class Tracker(StorageMode):
         self._stepping = 0
         self._waiting = []  # steps whose closure runs
         self._backwards = set()  # ids of the backwards seen
+        self.nodes_run = set()  # autograd's sequence numbers of the nodes in which backward ran an operation
 
     # --- the context ---------------------------------------------------------------------------------------------
 
@@ -106,15 +107,20 @@ class Tracker(StorageMode):
 
     def _module_of_node(self):
         """Return, in backward, the path of the module whose forward made the autograd node that runs."""
-        return self._switches[self._switch_of_node()]
-
-    def _switch_of_node(self):
-        """Return the number of the switch to that module; 0, the switch to no module, if it is not known."""
         node = torch._C._current_autograd_node()
         number = 2**63 if node is None else node._sequence_nr()
         if number >= 2**63:  # the node that accumulates a gradient has no place in the order
-            return 0
-        return bisect_right(self._numbers, number) - 1
+            return ""
+        self.nodes_run.add(number)
+        return self._switches[bisect_right(self._numbers, number) - 1]
+
+    def phase(self) -> str:
+        """Return the phase that an operation would be of that ran now."""
+        return self._where()[0]
+
+    def path_of(self, module: torch.nn.Module) -> str:
+        """Return the path by which records name a module; one that has not run is called by its class."""
+        return self._names[module] if module in self._names else type(module).__name__
 
     def _backward_began(self, task):
         """Note what was made before it and is still alive: it is kept for this backward."""

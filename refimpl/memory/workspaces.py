@@ -16,6 +16,7 @@ from .tracking.taking import NOT_COUNTED, WORKSPACE
 if TYPE_CHECKING:
     from .allocator import CPUMeasurement, CUDAMeasurement
 
+UNSEEN = "of other threads, or without an operation"  # a category
 _ELSEWHERE = {"lift_fresh", "set_", "frombuffer", "from_dlpack"}  # their tensors may lie in memory of another library
 
 
@@ -31,10 +32,14 @@ def with_workspaces(trace: Trace, measurement: "CUDAMeasurement | CPUMeasurement
     log = getattr(measurement, "events", None)
     if log is None:
         raise ValueError(f"{type(measurement).__name__} has no log of allocations: measure on the CPU, and to the end")
+    _check_same_region(trace, log, _spans(trace.ops, log))
+    return with_those_of_a_log(trace, log)
+
+
+def with_those_of_a_log(trace: Trace, log: list[tuple[int, int]]) -> Trace:
+    """Add to `trace` the workspaces of its operations, as `log`, [(ns, ± bytes)], has them."""
     records, events = list(trace.records), list(trace.events)
-    spans = _spans(trace.ops, log)
-    _check_same_region(trace, log, spans)
-    for index, (op, changes) in enumerate(zip(trace.ops, spans, strict=True)):
+    for index, (op, changes) in enumerate(zip(trace.ops, _spans(trace.ops, log), strict=True)):
         nbytes = _workspace(changes)
         if nbytes:
             record = StorageRecord("cpu", op.name, op.phase, op.module, index, nbytes, alive=False, mark=WORKSPACE)
@@ -43,6 +48,27 @@ def with_workspaces(trace: Trace, measurement: "CUDAMeasurement | CPUMeasurement
             events += [(index, len(records) - 1, nbytes), (index + 1, len(records) - 1, -nbytes)]
     notes = [note for note in trace.notes if not note.startswith(NOT_COUNTED)]
     return Trace(trace.ops, records, events, trace.first_call, "cpu", trace.began_ns, notes)
+
+
+def with_unseen(trace: Trace, log: list[tuple[int, int]]) -> Trace:
+    """Add to `trace` what `log` has at the end of an operation and no record has: tensors of the program's own threads,
+    buffers that C++ allocates. Changes of less than a thousandth of the peak are not followed."""
+    records, events, totals = list(trace.records), list(trace.events), trace.timeline.totals
+    least, held, number = max(int(totals.max()) // 1000, 1), 0, None
+    for index, changes in enumerate(_spans(trace.ops, log)):
+        held += sum(changes)
+        unseen = max(held - int(totals[index + 1]), 0)
+        known = records[number].nbytes if number is not None else 0
+        if abs(unseen - known) < least:
+            continue
+        if number is not None:
+            events.append((index, number, -known))
+        number = None
+        if unseen >= least:
+            number, op = len(records), trace.ops[index]
+            records.append(StorageRecord("cpu", op.name, op.phase, "", index, unseen, mark=UNSEEN))
+            events.append((index, number, unseen))
+    return Trace(trace.ops, records, events, trace.first_call, "cpu", trace.began_ns, trace.notes)
 
 
 def _spans(ops, log):

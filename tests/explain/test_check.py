@@ -46,7 +46,7 @@ def test_recorded_held_grown(check):
     status, said, _ = check()
     assert status == 0 and "+0.0% (tolerance 1.0%)" in said.out
     status, said, _ = check("arguments = ['1024']\n" + path.read_text())
-    assert status == 1 and "the peak has grown" in said.err and "activations +" in said.err
+    assert status == 1 and "the peak has grown" in said.err and "temporaries +" in said.err
     status, _, _ = check(None, "--record")
     assert status == 0 and path.read_text().count("[recorded]") == 1 and check()[0] == 0
 

@@ -48,7 +48,8 @@ def test_a_script_is_explained_and_written(tmp_path):
     found = json.loads((tmp_path / "report" / "explain.json").read_text())
     assert found["peak"] == sum(found["ledger"].values())
     assert found["arithmetic"]["expected"] + sum(n for _, n in found["arithmetic"]["rest"]) == found["peak"]
-    assert {each["name"]: each["saves"] for each in found["helps"]}["logits"] > 0.3 * found["peak"]
+    helps = {each["name"]: each for each in found["helps"]}
+    assert helps["recompute"]["why"] and helps["logits"]["why"] and helps["rows"]["saves"] > 0.3 * found["peak"]
     page = (tmp_path / "report" / "explain.html").read_text()
     assert f"{found['peak']:,}" in page and "http" not in page and "data:image/png;base64," in page
     assert (tmp_path / "report" / "explain.png").read_bytes().startswith(b"\x89PNG")

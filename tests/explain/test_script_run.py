@@ -8,7 +8,7 @@ import pytest
 from explain_kit import helps_of
 
 import refimpl
-from refimpl.explain import Explanation, Script, run
+from refimpl.explain import Explanation, Script, recorder, run
 from refimpl.explain.recorded_timeline import RecordedTimeline
 from refimpl.explain.steps import PATIENCE
 
@@ -91,7 +91,8 @@ def test_a_compiled_model_runs_as_such(ran):
             optimizer.step()
         """)
     assert made.done and made.by_class == {"Adam": 2}, made.ending.text
-    assert made.recording.models[0].trained == 2 * 16 * 64 + 80
+    parameters = made.recording.models[0].parameters
+    assert sum(count for _, count, _, is_trained in parameters if is_trained) == 2 * 16 * 64 + 80
 
 
 def test_two_optimizers_have_to_make_their_steps_and_forked_ones_do_not_count(ran):
@@ -106,6 +107,48 @@ def test_two_optimizers_have_to_make_their_steps_and_forked_ones_do_not_count(ra
         for _ in range(5): step(); step(other)
         """)
     assert made.done and made.by_class == {"Adam": 2, "SGD": 2} and len(made.recording.steps) == 4
+
+
+def test_an_optimizer_that_was_given_up_or_let_go_is_not_waited_for(ran):
+    made = ran("""
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        warm = torch.optim.RMSprop(model.parameters())
+        step(warm)
+        for i in range(300): step()
+        """)
+    assert made.done and made.by_class == {"SGD": 1, "RMSprop": 1, "Adam": 4}
+
+
+def test_a_step_may_have_a_closure(ran):
+    made = ran("""
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 16)).square().mean()
+            loss.backward()
+            return loss
+        for _ in range(5): optimizer.step(closure)
+        """)
+    assert made.done and made.by_class == {"LBFGS": 2}, made.ending.text
+
+
+def test_a_fault_of_ours_keeps_our_frames(ran, monkeypatch):
+    monkeypatch.setattr(recorder.ModelFacts, "of", lambda *_: recorder.bisect_left(None, 1))
+    made = ran("step()")
+    assert OURS in made.ending.text and "TypeError" in made.words
+
+
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_a_script_may_profile_itself(ran, where):
+    made = ran("""
+        from contextlib import nullcontext
+        from torch.profiler import profile
+        around, inside = (profile(), nullcontext()) if "around" in sys.argv else (nullcontext(), profile())
+        with around:
+            step()
+            with inside: step()
+        """, where, steps=3)
+    assert made.status == 0 and made.by_class == {"Adam": 2}, made.ending.text
 
 
 def test_one_that_catches_the_end_is_ended_all_the_same(ran, monkeypatch):

@@ -1,7 +1,13 @@
-"""A batch in parts (`refimpl.accumulation`): activations of one part, and gradients that wait for the others."""
+"""A batch in parts (`refimpl.accumulation`): activations of one part, and gradients that wait for the others.
+
+The loop is another one then, which no switch can make of it: what is said is a bound.
+"""
+
+from bisect import bisect_right
 
 from ...common.ledger import ACTIVATIONS, GRADIENTS, TEMPORARIES
 from ...memory.storage_records import STEP
+from ...memory.tracking.taking import WORKSPACE
 from .found import Found
 
 
@@ -28,15 +34,26 @@ def in_parts(timeline, parts):
         return "no model was given a batch of so many rows"
     if any(call.sequence_first and call.rows in rows for call in timeline.recording.calls):
         return "a module takes the sequence first (batch_first=False), so that the first dimension is no batch's"
-    shapes = {shape for model in timeline.recording.models for shape in model.shapes}
-    spans = []
-    for i in timeline.where(ACTIVATIONS, TEMPORARIES):
-        shape = timeline.records[i].shape
-        if shape and shape not in shapes and timeline.records[i].phase != STEP and any(
-                shape[0] and shape[0] % count == 0 for count in rows):
-            first, after, nbytes = timeline.whole(i)
-            spans.append((first, after, nbytes * (parts - 1) // parts))
-    return Found(spans + [span for i in timeline.where(GRADIENTS) for span in _waiting(timeline, i)])
+    if timeline.recording.why_whole:
+        return timeline.recording.why_whole
+    whole = map(timeline.whole, cut(timeline))
+    spans = [(first, after, nbytes * (parts - 1) // parts) for first, after, nbytes in whole]
+    return Found(spans + [span for i in timeline.where(GRADIENTS) for span in _waiting(timeline, i)],
+                 "of what rows made and a step lets go of; the loss has to be a mean over the rows")
+
+
+def cut(timeline):
+    """List the records that are shorter with fewer rows: made from the rows of a batch in a step, and gone by the end
+    of the next. What the program keeps for longer, as an evaluation's predictions, stays."""
+    ends = [end for _, end in timeline.steps] + [timeline.rows] * 2
+    found = []
+    for i in timeline.where(ACTIVATIONS, TEMPORARIES, WORKSPACE):
+        at = bisect_right(ends, timeline.born[i])
+        of_rows = i in timeline.recording.rows or timeline.categories[i] == WORKSPACE
+        if of_rows and timeline.records[i].phase != STEP and (
+                timeline.born[i] >= timeline.window.start) and timeline.freed[i] <= ends[min(at + 1, len(ends) - 1)]:
+            found.append(i)
+    return found
 
 
 def _waiting(timeline, i):

@@ -7,6 +7,7 @@ from . import batches, head, packed, recomputed, states, tiles
 from .found import Found, Help
 
 RANKS = states.RANKS
+SURELY, LOOSE = 1.05, 1.3  # times what is saved: up to there a saving is exact, a bound is near
 
 
 class Technique(NamedTuple):
@@ -30,7 +31,7 @@ TECHNIQUES = [Technique(*each) for each in (
     ("autocast", "mixed_precision", "mixed precision", states.half_precision, "16-bit rounding", "mixed_precision",
      "with mixed_precision.autocast(\"cuda\"): …"),
     ("accumulate", "accumulation", "each batch in 2 micro-batches", batches.in_two, "time of smaller products",
-     "gradient_accumulation", "accumulate(model, *batch, micro_batches=2)"),
+     "gradient_accumulation", "accumulate(model, *batch, micro_batch=len(batch[0]) // 2)"),
     ("rows", "accumulation", "each batch row by row", batches.row_by_row, "much time: products of one row",
      "gradient_accumulation", "accumulate(model, *batch, micro_batch=1)"),
     ("recompute", "checkpointing", "recompute every block in backward", recomputed.blocks, "a third more FLOPs",
@@ -45,7 +46,7 @@ TECHNIQUES = [Technique(*each) for each in (
      "copies both ways over the bus", "smaller_activations", "offload_activations(model)"),
     ("chunks", "sequence_length", "the sequence in 8 chunks", states.in_chunks, "time; attention must be causal",
      "long_sequences", "ChunkedSequenceProcessor(model, …)"),
-    ("logits", "cross_entropy", "the loss without logits", head.without_logits, "no product more",
+    ("logits", "cross_entropy", "the loss without logits", head.without_logits, "no logits for metrics",
      "the_logits_are_the_peak", "without_logits(model)"),
     ("mlp", "mlp", "MLPs that compute their hidden layer again", recomputed.mlps, "a fifth more of their FLOPs",
      "the_logits_are_the_peak", "memory_efficient_mlps(model)"),
@@ -86,9 +87,13 @@ def helps(timeline):
 def _help(technique, timeline):
     found = technique.find(timeline)
     if isinstance(found, Found):
-        saves, bound, why = max(0, timeline.saved(found.spans)), found.bound, ""
+        saves, bound, why, loose = max(0, timeline.saved(found.spans)), found.bound, "", found.loose
+        most = timeline.saved(found.spans + timeline.workspaces(technique.room == "activations"))
+        if most > SURELY * saves and (saves or bound):
+            saves, bound, loose = most, bound or "kernels may take other workspaces then", loose or most > LOOSE * saves
         why = why or ("" if saves else "it holds nothing at the peak, or the peak moves and is as high")
     else:
-        saves, bound, why = 0, "", found
+        saves, bound, why, loose = 0, "", found, False
     return Help(technique.name, technique.title, saves, bound if saves else "", why, technique.cost,
-                catalog.page(technique.page).number, technique.call, technique.title.endswith(" ranks"))
+                catalog.page(technique.page).number, technique.call, technique.title.endswith(" ranks"),
+                loose and saves > 0)

@@ -9,10 +9,12 @@ class Found(NamedTuple):
     """The change to the timeline: [(first row, row after the last, ± bytes)].
 
     `bound`: why the bytes are a bound and no prediction; "" if what the technique saves, switched on, is within 5 %.
+    `loose`: whether the bound may be more than 1.3 times what is saved.
     """
 
     spans: list
     bound: str = ""
+    loose: bool = False
 
 
 class Help(NamedTuple):
@@ -28,8 +30,9 @@ class Help(NamedTuple):
     page: str
     call: str
     ranks: bool  # whether it takes several devices
+    loose: bool = False  # whether the bound may be far above what is saved
 
     @property
     def words(self):
         """Return the saving as it is said: a bound says so."""
-        return f"{'at most ' if self.bound else ''}{self.saves:,}"
+        return f"{'loosely ' if self.loose else ''}{'at most ' if self.bound else ''}{self.saves:,}"

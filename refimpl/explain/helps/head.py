@@ -6,6 +6,7 @@ import torch
 
 from ...cross_entropy import chunked_cross_entropy_bytes
 from ...memory.storage_records import BACKWARD
+from ...memory.tracking.taking import WORKSPACE
 from ..kinds import OF_LOSS, Kinds
 from .found import Found
 
@@ -15,6 +16,12 @@ def without_logits(timeline):
     kinds, by_step = Kinds(timeline), defaultdict(list)
     if not kinds.widths:
         return "no log_softmax ran: the loss is no cross entropy"
+    models = timeline.recording.models
+    if all(model.no_head for model in models):
+        return next(model.no_head for model in models)
+    if not any(record.op == "_log_softmax" and record.module and len(record.shape) > 1 for record in timeline.records):
+        return "the script takes the logits and computes its loss itself: give the model its labels, or call " \
+               "chunked_linear_cross_entropy on hidden states"
     for i in timeline.where("activations", "temporaries"):
         if kinds[i] in OF_LOSS:
             by_step[_loss_of(timeline, i)].append(i)
@@ -44,7 +51,11 @@ def _without(timeline, loss, records):
     backward = [timeline.born[i] for i in records if timeline.records[i].phase == BACKWARD]
     first, kept = int(min(timeline.born[i] for i in records)), int(timeline.born[loss]) + 2
     last = int(max(backward, default=timeline.freed[loss]))
-    return [*(timeline.whole(i) for i in records), (first, kept, form.forward), (kept, last, form.saved),
+    while_there = [(first, kept), *((timeline.born[i], timeline.freed[i]) for i in records
+                                    if timeline.records[i].phase == BACKWARD)]
+    workspaces = [i for i in timeline.where(WORKSPACE)
+                  if any(begin <= timeline.born[i] <= end for begin, end in while_there)]
+    return [*map(timeline.whole, records + workspaces), (first, kept, form.forward), (kept, last, form.saved),
             (last, last + 2, form.backward - form.saved)]
 
 

@@ -5,10 +5,11 @@ from functools import partial
 from ...activations.codecs import cast_bytes, group_bytes, mask_bytes
 from ...activations.compress import SMALLEST
 from ...common.ledger import ACTIVATIONS
-from ...memory.storage_records import FORWARD
+from ...memory.storage_records import BACKWARD, FORWARD
 from .found import RETAINED, Found
 
-FORWARD_USE, BACKWARD_USE = 3, 3  # operations that use the tensor itself
+USED = 3  # operations that use the tensor itself, when it is saved and when it is wanted
+NEARLY = 0.97  # a saving that is as near to its bound is no bound
 GROUP = 128
 WIDE = ("float32", "float64")
 FLOATS = (*WIDE, "bfloat16", "float16")
@@ -21,15 +22,38 @@ def saved(timeline):
             if timeline.records[i].saved and timeline.records[i].freed_by_backward and timeline.nbytes[i] >= SMALLEST]
 
 
+def saved_again(timeline):
+    """List those that a recomputation makes in backward."""
+    return [i for i in timeline.where(ACTIVATIONS, phase=BACKWARD) if timeline.nbytes[i] >= SMALLEST]
+
+
 def compressed(method, timeline):
     """Compress by one of the methods of `compress_activations`."""
-    spans = [span for i in saved(timeline) if (after := _packed_bytes(method, timeline, i)) < timeline.nbytes[i]
-             for span in _spans(timeline, i, after)]
-    if not spans and timeline.retained:
+    again = saved_again(timeline)
+    sizes = {i: after for i in saved(timeline) + again
+             if (after := _packed_bytes(method, timeline, i)) < timeline.nbytes[i]}
+    if not sizes and timeline.retained:
         return RETAINED
-    if not spans:
+    if not sizes:
         return "no mask is saved" if method == "lossless" else "nothing of a wider type that wants a gradient is saved"
-    return Found(spans, "what has inf, NaN or logarithms far apart stays whole" if method == "int8" else "")
+
+    def spans(used, held):
+        """What packing changes: `used` operations use a tensor itself, first and last, and variables until `held`."""
+        return [span for i, after in sizes.items() for span in _spans(timeline, i, after, used, held(i))]
+
+    noise = {i for i in sizes if _is_noise(timeline, timeline.records[i])}  # in no variable
+    surely = timeline.saved(spans(USED, lambda i: 0 if i in noise else timeline.block_end(i)))
+    likely, at_most = spans(USED, lambda i: 0), spans(1, lambda i: 0)
+    saves, most = timeline.saved(likely), timeline.saved(at_most)
+    if method == "int8":
+        loose = bool(again) or 1.3 * surely < most
+        return Found(at_most, "what has inf, NaN or logarithms far apart stays whole", loose)
+    if again:
+        return Found(at_most, "blocks that are recomputed hold what they make again beside what is packed", True)
+    if surely < NEARLY * saves or saves < NEARLY * most:
+        return Found(at_most, "what a module's variables hold is there beside what is packed, until it returns",
+                     1.3 * surely < most)
+    return Found(likely)
 
 
 lossless, bf16, int8 = (partial(compressed, method) for method in ("lossless", "bf16", "int8"))
@@ -40,11 +64,11 @@ def on_the_host(timeline):
     spans = [span for i in saved(timeline) if timeline.nbytes[i] >= 2**20 for span in _spans(timeline, i, 0)]
     if not spans:
         return RETAINED if timeline.retained else "no saved tensor has 1 MiB"
-    return Found(spans, "copies on their way are on the device; on a CPU nothing is saved")
+    return Found(spans, "copies on their way are on the device; on a CPU nothing is saved", True)
 
 
-def _spans(timeline, i, after):
-    first, last = int(timeline.born[i]) + FORWARD_USE, int(timeline.freed[i]) - BACKWARD_USE
+def _spans(timeline, i, after, used=USED, held=0):
+    first, last = max(int(timeline.born[i]) + used, held), int(timeline.freed[i]) - used
     packed = first, last, after - int(timeline.nbytes[i])
     return [packed, (last, int(timeline.freed[i]), after)]  # at last both are there
 

@@ -1,13 +1,14 @@
 """Gradients, parameters and optimizer state: dropped earlier, cut among ranks, or kept elsewhere."""
 
 from ...common.ledger import ACTIVATIONS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES
-from ..kinds import BEFORE, CASTS, COPIES, LOG_PROBABILITIES, LOSS, OF_SCORES, UPDATE, Kinds
+from ...memory.tracking.taking import WORKSPACE
+from ..kinds import BEFORE, CASTS, COPIES, OF_SCORES, UPDATE, Kinds
 from .batches import most_rows
 from .found import Found
 
 RANKS = 8
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
-NO_SEQUENCE = "no model here reads sequences"
+NO_SEQUENCE = "no model ran"
 
 
 def set_to_none(timeline):
@@ -33,15 +34,15 @@ def without_graph(timeline):
 
 
 def _scaled(categories, timeline, ranks=RANKS, bound="buckets, and what is whole for a moment, come on top",
-            temporaries=lambda kind: kind == UPDATE, gone=(UPDATE,)):
+            temporaries=lambda kind: kind == UPDATE, gone=(UPDATE,), loose=True):
     """Leave 1/`ranks` of what is in `categories`, and of the temporaries of the kinds that go with it: a bound has to
     count all that can be cut. Of the kinds `gone` nothing is left: an update may go bucket by bucket."""
     spans, kinds = [], Kinds(timeline)
-    for i in timeline.where(*categories, TEMPORARIES):
+    for i in timeline.where(*categories, TEMPORARIES, WORKSPACE):
         if timeline.categories[i] in categories or temporaries(kinds[i]):
             first, after, nbytes = timeline.whole(i)
             spans.append((first, after, nbytes if kinds[i] in gone else nbytes * (ranks - 1) // ranks))
-    return Found(spans, bound) if timeline.where(*categories) else (
+    return Found(spans, bound, loose) if timeline.where(*categories) else (
         f"there is nothing of {' or '.join(categories)}")
 
 
@@ -91,8 +92,8 @@ def split_model(timeline):
 
 def split_sequence(timeline):
     """Give each rank a part of every sequence: attention is in tiles then."""
-    if not _ran(timeline, "embedding", "softmax", "scaled_dot_product"):
-        return NO_SEQUENCE
+    if why := _no_sequence(timeline):
+        return why
     return _scaled([ACTIVATIONS, INPUTS], timeline, RANKS, "keys and values of others pass by", _of_the_batch,
                    OF_SCORES)
 
@@ -106,30 +107,37 @@ def fewer_rows(timeline):
 
 def in_chunks(timeline):
     """Run a long sequence in chunks, with the whole gradient."""
-    if not _ran(timeline, "embedding"):
-        return NO_SEQUENCE
+    if why := _no_sequence(timeline):
+        return why
     return _scaled([ACTIVATIONS], timeline, RANKS, "keys, values and their gradients stay for all chunks",
                    _of_the_batch, OF_SCORES)
 
 
-def _ran(timeline, *names):
-    """Whether an operation ran in a model whose name has one of `names` in it: not `_log_softmax`, a loss's."""
-    ops = [op for op in timeline.trace.ops if op.module and op.name != "_log_softmax"]
-    return any(name in op.name for op in ops for name in names)
+def _no_sequence(timeline):
+    """Return why sequences cannot be cut; None if a model that ran is causal, and takes a part of one."""
+    models = timeline.recording.models
+    if any(not (model.no_head or model.no_sequence) for model in models):
+        return None
+    return next((model.no_head or model.no_sequence for model in models), NO_SEQUENCE)
 
 
 def half_precision(timeline):
     """Run matrix products and what follows in 16 bits, under autocast."""
     spans, kinds = [], Kinds(timeline)
-    for i in timeline.where(ACTIVATIONS, TEMPORARIES):
+    saved_inputs = [i for i in timeline.where(INPUTS) if timeline.records[i].saved]  # then a 16-bit copy is
+    for i in timeline.where(ACTIVATIONS, TEMPORARIES) + saved_inputs:
         record = timeline.records[i]
         if record.dtype in ("bfloat16", "float16") and record.op in PRODUCTS and timeline.categories[i] == ACTIVATIONS:
             return "matrix products run in 16 bits already"
-        if record.dtype == "float32" and kinds[i] not in (LOG_PROBABILITIES, LOSS, UPDATE, BEFORE):
+        if record.dtype == "float32" and kinds[i] not in (UPDATE, BEFORE):
             first, after, nbytes = timeline.whole(i)
-            spans.append((first, after, nbytes // 2))
-    return Found(spans, "norms, the loss and what they read stay in 32 bits, and weights are cast") if spans else (
-        "no activation has 32 bits")
+            spans.append((first, after, nbytes if kinds[i] == COPIES else nbytes // 2))
+        elif record.op.startswith("mkldnn_rnn"):  # what an LSTM keeps for itself: in 16 bits another kernel runs
+            spans.append(timeline.whole(i))
+    if not spans:
+        return "no activation has 32 bits"
+    spans += map(timeline.whole, timeline.where(GRADIENTS))  # the peak may be where fewer of them are there, or copies
+    return Found(spans, "norms, most losses and what they read stay in 32 bits, and weights are cast", True)
 
 
 def fragments(timeline):

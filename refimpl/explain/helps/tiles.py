@@ -17,6 +17,8 @@ def tiles(timeline):
     spans = [timeline.whole(i) for i in scores]
     for i in softmaxes:
         spans += _kept(timeline, i)
+    if not any(model.takes_attention for model in timeline.recording.models):
+        return Found(spans, "the model takes no other attention from outside: call flash_attention in it")
     again = any(timeline.records[i].op in SOFTMAXES and timeline.records[i].phase == BACKWARD for i in scores)
     return Found(spans, "where blocks are recomputed, tiles and what they keep are there once more" if again else "")
 

@@ -33,15 +33,15 @@ from .in_place import PYTHON, WatchedEngine
 _installed = ExitStack()
 
 
-def subscribe(tracker):
-    """Send every event to `tracker` until `unsubscribe`."""
+def subscribe(tracker, first=False):
+    """Send every event to `tracker` until `unsubscribe`; `first`: before those that listen already."""
     if not meters:
         try:
             _install()
         except BaseException:
             _installed.close()
             raise
-    meters.append(tracker)
+    meters.insert(0 if first else len(meters), tracker)
 
 
 def unsubscribe(tracker):

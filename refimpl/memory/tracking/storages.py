@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...common.marks import mark_of
-from ...common.nested_tensors import PLAIN, dense_parts
+from ...common.nested_tensors import PLAIN, dense_parts, tensors_in
 from ..storage_records import START, Op, StorageRecord
 from ..trace import Trace
 from .in_place import TAKES_MORE, ZEROS, has_twin, inside_formula, note_zeros, twin_of
@@ -85,6 +85,7 @@ class StorageMode(Trace, TorchDispatchMode):
         self._under_fake_mode = True
         self._lock = threading.RLock()  # autograd has threads of its own on CUDA
         self._program = Lines()  # where it runs
+        self.on_operation = None  # called with each operation, its arguments and what it returned
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
@@ -121,6 +122,8 @@ class StorageMode(Trace, TorchDispatchMode):
             self._record(facts.name, outputs)
         if facts.inside is not None and (gpu := gpu_of(args[0])) is not None:
             self._took_inside(facts.inside(gpu, *args), str(args[0].device))
+        if self.on_operation is not None:
+            self.on_operation(func, args, kwargs, outputs)
         return outputs
 
     def _record(self, name, outputs):
@@ -223,6 +226,12 @@ class StorageMode(Trace, TorchDispatchMode):
             if record is not None:
                 found.append(record)
         return found
+
+    def numbers_of(self, things: object) -> set[int]:
+        """Return the numbers of the records of all tensors in a thing that are known."""
+        found = (self._alive.get(tensor.untyped_storage()._cdata) for tensor in tensors_in(things)
+                 if tensor.layout is _STRIDED and not is_functorch_wrapped_tensor(tensor))
+        return {entry[0] for entry in found if entry is not None}
 
     def tensor_made(self, name: str, tensor: torch.Tensor) -> None:
         """Note a tensor that a call made without an operation."""
