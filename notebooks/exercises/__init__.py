@@ -30,6 +30,7 @@ __all__ = "SCALAR", "Exercise", "close", "drawn", "exercise", "launch", "off", "
 HERE = Path(__file__).resolve().parent
 START_PAGE = HERE.parents[1] / "tools" / "start_page.py"
 SECONDS = 60  # that an answer may take
+FRAMES_NOT_THEIRS = re.compile(rf'^  File "(?:{"|".join(map(re.escape, NOT_THEIRS))}).*\n(?:    .*\n?)*', re.MULTILINE)
 OF_VML = ("acos asin atan ceil cos cosh erf erfc erfinv exp expm1 floor lgamma log log10 log1p log2 rsqrt sin sinh "
           "sqrt tan tanh trunc").split()
 
