@@ -41,7 +41,7 @@ def main():
     if arguments.add:
         if run["status"] not in (0, 1):
             parser.error(f"{arguments.file} is of a run that was cut")
-        COSTS.write_text(recorded(run["functions"] | json.loads(COSTS.read_text())))
+        COSTS.write_text(recorded(dict(sorted((run["functions"] | json.loads(COSTS.read_text())).items()))))
     for line in amiss(run["functions"], json.loads(COSTS.read_text())):
         print(line)
     if run["tier"] is None:
