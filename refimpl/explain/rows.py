@@ -14,8 +14,7 @@ from ..common.nested_tensors import tensors_in
 from ..memory.storage_records import FORWARD
 
 aten = torch.ops.aten
-NORMS = {aten.native_batch_norm, aten._native_batch_norm_legit, aten._batch_norm_with_update, aten.cudnn_batch_norm,
-         aten.miopen_batch_norm}
+NORMS = {aten.native_batch_norm, aten._native_batch_norm_legit, aten.cudnn_batch_norm, aten.miopen_batch_norm}
 PICKS = {aten.nonzero, aten.masked_select, aten.index, aten._unique2, aten.unique_dim}  # as many as the values say
 
 
@@ -132,7 +131,8 @@ class Rows:
 
     def _couples(self, func, args, given, dims, made, found):
         """Note an operation of forward that ties rows to each other."""
-        if func.overloadpacket in NORMS and any(each is True for each in args):
+        trains = func.overloadpacket in NORMS and any(each is True for each in args)
+        if trains or func.overloadpacket is aten._batch_norm_with_update:
             self.why_not = self.why_not or "batch norm takes its mean over the rows"
         elif any(len(scaled) > 1 for scaled in found):
             self.why_not = self.why_not or "each row is compared with the others, as in a contrastive loss"

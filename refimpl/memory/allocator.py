@@ -21,6 +21,8 @@ from torch._C._profiler import _EventType
 # Kineto prints a line when a profiler starts and stops; above level 5 it does not. Read at its first start.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
+ERRORS = 2  # a level of PyTorch's C++
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -114,7 +116,7 @@ class CPUMeasurement(_Measurement):
         # Not torch.profiler.profile, which makes a Python object of each operation at the end: seconds for thousands.
         self._profiler = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
         _count_all_threads(True)
-        _log_level(2)
+        self._said = _log_level(ERRORS)
         self._profiler.__enter__()
         torch.UntypedStorage(1)  # an event at the start and one at the end: the allocator's total is known there
         return self
@@ -123,7 +125,7 @@ class CPUMeasurement(_Measurement):
         torch.UntypedStorage(1)
         self._profiler.__exit__(*exception)
         _count_all_threads(False)
-        _log_level(1)
+        _log_level(self._said)
         self.events = _of_this_region(self._profiler.kineto_results.experimental_event_tree())
         del self._profiler
         held = peak = 0
@@ -141,12 +143,16 @@ def _library():
 
 
 def _log_level(level):
-    """Say which words of PyTorch's C++ go to stderr, 1: warnings, 2: errors. It warns of each region's first release of
-    what is older, whose bytes are unknown to the profiler and do not count here."""
+    """Set from which level on PyTorch's C++ writes to stderr, and return the one before; None where the build has no
+    such flag. It warns of each region's first release of what is older, whose bytes are unknown to the profiler and do
+    not count here."""
     try:
-        ctypes.c_int.in_dll(_library(), "FLAGS_caffe2_log_level").value = level
-    except (OSError, ValueError):  # a build without this flag: one line too many
-        pass
+        flag = ctypes.c_int.in_dll(_library(), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None
+    before = flag.value
+    flag.value = before if level is None else level
+    return before
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from threads_kit import in_a_thread
 from torch._C._profiler import _EventType
 
 from refimpl import memory
-from refimpl.memory.allocator import _all_threads_flag, _of_this_region
+from refimpl.memory.allocator import _all_threads_flag, _log_level, _of_this_region
 
 
 def test_peak_and_net_are_what_was_allocated():
@@ -107,6 +107,17 @@ def test_one_profiler_at_a_time():
     with memory.measure("cpu") as m:
         torch.empty(10)
     assert m.peak == 40
+
+
+def test_what_pytorch_writes_to_stderr_is_as_it_was_afterwards(capfd):
+    older = torch.zeros(2**20)
+    before = _log_level(0)
+    try:
+        with memory.measure("cpu"):
+            del older  # of which PyTorch warns
+        assert _log_level(0) == 0 and capfd.readouterr().err == ""
+    finally:
+        _log_level(before)
 
 
 def test_an_unknown_device_is_named():
