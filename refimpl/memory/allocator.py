@@ -136,7 +136,6 @@ class CPUMeasurement(_Measurement):
         self.reading = Reading("cpu", peak, held, resident=resident)
 
 
-@functools.cache
 def _library():
     name = {"darwin": "libc10.dylib", "win32": "c10.dll"}.get(sys.platform, "libc10.so")
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
