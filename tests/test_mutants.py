@@ -104,14 +104,15 @@ def test_what_tests_notice_and_what_lives(checkout, monkeypatch, capsys):
     assert run(checkout, monkeypatch, checkout / "refimpl" / "x" / "a.py", "--count", 9) == 1
     said = capsys.readouterr().out
     verdicts = [*map(json.loads, next((checkout / "build" / "mutants").iterdir()).read_text().splitlines())]
-    assert sorted((name.partition(": ")[2], tier, noticed) for name, tier, noticed, _ in verdicts) == sorted([
-        ("+ → -", "push", True), ("1 → 2", "push", True), *((change, tier, False) for change in ("< → <=", "0 → 1")
-                                                           for tier in ("push", "all"))])
+    notices, none = "tests/x/test_a.py::test_f", None
+    assert {(name.partition(": ")[2], tier, test) for name, tier, test, _ in verdicts} == {
+        ("+ → -", "push", notices), ("1 → 2", "push", notices),
+        *((change, tier, none) for change in ("< → <=", "0 → 1") for tier in ("push", "all"))}
     assert said.count("lived: ") == 2 and "return x < 0" in said
     assert (checkout / "refimpl" / "x" / "a.py").read_text().count("n + 1") == 1
 
     with monkeypatch.context() as once:
-        once.setattr(mutants, "notices", lambda *_: pytest.fail("this was tried before"))
+        once.setattr(mutants, "who_notices", lambda *_: pytest.fail("this was tried before"))
         assert run(checkout, monkeypatch, "--count", 9) == 1  # goes on where it was
 
     (checkout / "tests" / "x" / "test_g.py").write_text(
@@ -120,6 +121,17 @@ def test_what_tests_notice_and_what_lives(checkout, monkeypatch, capsys):
     for command in (["add", "-A"], ["commit", "-qm", "a test for what lived"]):
         subprocess.run([*git, *command], check=True)
     assert run(checkout, monkeypatch, "--count", 9) == 0
+
+    path = checkout / "refimpl" / "x" / "a.py"
+    path.write_text("# a line more\n" + path.read_text())
+    subprocess.run([*git, "commit", "-qam", "another package"], check=True)
+    first = {}
+    with monkeypatch.context() as once:
+        once.setattr(mutants, "who_notices",
+                     lambda mutant, copy, selection, sound, before: first.setdefault(mutant.change, before))
+        run(checkout, monkeypatch, "--count", 9)
+    assert first == {"+ → -": notices, "1 → 2": notices, "< → <=": "tests/x/test_g.py::test_g",
+                     "0 → 1": "tests/x/test_g.py::test_g"}
 
 
 def test_faults_that_change_nothing_are_left_out(checkout, monkeypatch):

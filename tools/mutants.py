@@ -8,14 +8,16 @@ swapped, a call dropped, memory kept that was freed, a hook left. First all faul
 the file's package, its own test file before the others and the quick before the slow; then those that no test noticed
 meet the tests of `make test-all`. A test that hangs has noticed. Tests against the clock are left out: beside other
 work they fail without a fault. Two faults are tried at a time, each in a copy of HEAD. What was tried is kept in
-build/mutants/: interrupt it, and go on later. What lived is tried again once there are other tests. tests/mutants.toml
-lists faults that change nothing, each with the reason.
+build/mutants/: interrupt it, and go on later. What lived is tried again once there are other tests, and everything once
+the package differs: then the test that noticed a fault before comes first. tests/mutants.toml lists faults that change
+nothing, each with the reason.
 """
 
 import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -109,12 +111,17 @@ def try_all(drawn):
     said = {each.name: "equivalent" for each in drawn if (each.file, each.text, each.change) in known}
     kept = ROOT / "build" / "mutants" / f"{git('rev-parse', '--short=12', 'HEAD:refimpl')}.jsonl"
     kept.parent.mkdir(parents=True, exist_ok=True)
-    head, lived = git("rev-parse", "--short=12", "HEAD"), set()
-    for name, tier, noticed, tests in map(json.loads, kept.read_text().splitlines() if kept.exists() else ()):
-        if noticed:
-            said.setdefault(name, tier)
-        elif tests == head:
-            lived.add((name, tier))
+    head, lived, before = git("rev-parse", "--short=12", "HEAD"), set(), {}
+    for path in kept.parent.glob("*.jsonl"):
+        for name, tier, test, tests in map(json.loads, path.read_text().splitlines()):
+            if test:
+                before[anywhere(name)] = test
+            if path != kept:
+                continue
+            if test:
+                said.setdefault(name, tier)
+            elif tests == head:
+                lived.add((name, tier))
     with tempfile.TemporaryDirectory(prefix="mutants") as folder, kept.open("a") as file:
         copies = SimpleQueue()
         for tier in TIERS:
@@ -123,17 +130,22 @@ def try_all(drawn):
                 for n in range(AT_ONCE):
                     git("clone", "--quiet", "--shared", str(ROOT), f"{folder}/{n}")
                     copies.put(Path(folder, str(n)))
-            for mutant, noticed in tried(left, tier, copies):
-                if noticed:
+            for mutant, test in tried(left, tier, copies, before):
+                if test:
                     said[mutant.name] = tier
-                file.write(json.dumps([mutant.name, tier, noticed, head]) + "\n")
+                file.write(json.dumps([mutant.name, tier, test, head]) + "\n")
                 file.flush()
-                print(f"{tier:4} {'noticed' if noticed else 'lived':7} {mutant.name}", flush=True)
+                print(f"{tier:4} {'noticed' if test else 'lived':7} {mutant.name}", flush=True)
     return {each.name: said.get(each.name, "lived") for each in drawn}
 
 
-def tried(left, tier, copies):
-    """Yield (mutant, whether the tier's tests notice it)."""
+def anywhere(name):
+    """Return a mutant's name without its place in the file, which lines above it move."""
+    return re.sub(r":\d+\+\d+ ", " ", name, count=1)
+
+
+def tried(left, tier, copies, before):
+    """Yield (mutant, the test of the tier that notices it, or None). `before`: {anywhere(name): who noticed it once}."""
     if not left:
         return
     copy = copies.get()
@@ -143,7 +155,7 @@ def tried(left, tier, copies):
     def try_one(mutant):
         copy = copies.get()
         try:
-            return mutant, notices(mutant, copy, selection, sound)
+            return mutant, who_notices(mutant, copy, selection, sound, before.get(anywhere(mutant.name)))
         finally:
             copies.put(copy)
 
@@ -161,8 +173,9 @@ def collected(copy, tier):
     return found
 
 
-def notices(mutant, copy, selection, sound):
-    """Tell whether a test beside the mutant's file fails or hangs. `sound` are tests that passed without a fault."""
+def who_notices(mutant, copy, selection, sound, first=None):
+    """Return the test beside the mutant's file that fails, or a word where one hangs, or None. `first`: the test that
+    noticed it before; `sound`: tests that passed without a fault."""
     path, place = copy / mutant.file, beside(mutant.file)
     own, source = f"test_{Path(mutant.file).stem}.py::", path.read_bytes()
     costs = json.loads((Path(__file__).parents[1] / "tests" / "costs.json").read_text())
@@ -172,9 +185,9 @@ def notices(mutant, copy, selection, sound):
         return all_cases / cases
 
     tests = sorted((each for each in selection if each.startswith(place + ("" if place.endswith(".py") else "/"))),
-                   key=lambda test: (own not in test, seconds(test)))
+                   key=lambda test: (test != first, own not in test, seconds(test)))
     if not tests:
-        return False
+        return None
     path.write_bytes(mutant.of(source))
     try:
         found = first_failure(tests, copy, PATIENCE[0] * sum(map(seconds, tests)) + PATIENCE[1])
@@ -184,7 +197,7 @@ def notices(mutant, copy, selection, sound):
         if first_failure([found], copy, None):
             raise SystemExit(f"{found} fails without a fault: mend that first")
         sound.add(found)
-    return found is not None
+    return found
 
 
 def first_failure(tests, copy, seconds):
@@ -223,7 +236,7 @@ def environment(copy):
 def equivalents():
     """Return {(file, line's text, change)} of the faults that are known to change nothing."""
     path = ROOT / "tests" / "mutants.toml"
-    return {(each["file"], each["text"], each["change"]) for each in tomllib.loads(path.read_text())["equivalent"]}
+    return {(each["file"], each["text"], each["change"]) for each in tomllib.loads(path.read_text()).get("equivalent", ())}
 
 
 def git(*arguments):
