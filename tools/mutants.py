@@ -145,7 +145,8 @@ def anywhere(name):
 
 
 def tried(left, tier, copies, before):
-    """Yield (mutant, the test of the tier that notices it, or None). `before`: {anywhere(name): who noticed it once}."""
+    """Yield (mutant, the test of the tier that notices it, or None). `before`: {anywhere(name): who noticed it once}.
+    """
     if not left:
         return
     copy = copies.get()
@@ -236,7 +237,8 @@ def environment(copy):
 def equivalents():
     """Return {(file, line's text, change)} of the faults that are known to change nothing."""
     path = ROOT / "tests" / "mutants.toml"
-    return {(each["file"], each["text"], each["change"]) for each in tomllib.loads(path.read_text()).get("equivalent", ())}
+    listed = tomllib.loads(path.read_text()).get("equivalent", ())
+    return {(each["file"], each["text"], each["change"]) for each in listed}
 
 
 def git(*arguments):

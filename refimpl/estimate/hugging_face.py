@@ -12,7 +12,8 @@ from ..untrusted.files import text_of
 from ..untrusted.text import shown
 from ..versions import misfit
 from . import our_gpt
-from .source import Source, of_gpt, tokens, tokens_of, words
+from .architectures import batch_of, class_of
+from .source import Source, of_gpt
 
 # Keys that say nothing of a model's tensors: ids of tokens, generation, how a checkpoint was made and is named.
 HARMLESS = {
@@ -26,6 +27,7 @@ HARMLESS = {
 # Keys that transformers turns into its own `rope_parameters`.
 ROTARY = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct", "rotary_emb_base"}
 
+CAUSAL = "ForCausalLM", "LMHeadModel"  # how the names of causal language models end
 LIMIT, DEEP, LONG = 2**22, 20, 10**5  # bytes of a file; lists and dicts in each other; entries of one
 # What is counted, by the last word of its key, and how many of it any model has.
 COUNTS = {**dict.fromkeys(("layer", "layers", "block", "blocks", "experts", "stages", "depth", "depths", "codebooks",
@@ -40,6 +42,7 @@ def source(text, options):
     if "quantization_config" in config:
         raise ValueError(f"{path}: quantization_config: weights in fewer bits are not estimated; remove the key to "
                          "estimate the model in --precision")
+    _check_architectures(path, config)
     if options.builder == "refimpl":
         return _by_our_gpt(path, config, options, [])
     try:
@@ -90,45 +93,45 @@ def _check(path, config, sizes=()):
             raise ValueError(f"{path}: {shown(key)[1:-1]}={shown(value)}: expected {expected}")
 
 
+def _check_architectures(path, config):
+    named = config.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
+        raise ValueError(f"{path}: architectures={shown(named)}: expected a list of names of classes")
+    if len(named) > 1:
+        raise ValueError(f"{path}: architectures={shown(named)}: expected the one that is to be estimated")
+
+
 def _by_our_gpt(path, config, options, assumed):
+    for name in config.get("architectures") or []:
+        if not name.endswith(CAUSAL):
+            raise ValueError(f"{path}: architectures={shown(name)}: our GPT is a causal language model; install "
+                             "transformers, or leave the key out")
     ours, more = our_gpt.config_of(path, config, HARMLESS)
     return of_gpt(str(path), ours, options, assumed + more)
 
 
 def _by_transformers(path, config, options):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     _check(path, config, SIZES)  # our GPT checks its own
+    import transformers
+
     given = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
     try:
-        settings = AutoConfig.for_model(config["model_type"], **given)
+        settings = transformers.AutoConfig.for_model(config["model_type"], **given)
     except ImportError:
         raise
     except Exception as error:
         raise ValueError(f"{path}: transformers makes no config of it: {error}") from error
-    if type(settings) not in AutoModelForCausalLM._model_mapping:
-        raise ValueError(f"{path}: model_type={shown(config['model_type'])} has no AutoModelForCausalLM; for another "
-                         "model give file.py:function, with a function that returns it and its batch")
-    text = settings.get_text_config()
-    length = tokens_of(options, getattr(text, "max_position_embeddings", None), path)
-    if length is None:
-        raise ValueError(f"{path} names no max_position_embeddings: give sequence")
-
-    def build():
-        model = _model(AutoModelForCausalLM, settings, options, path)
-        batch = {name: tokens(options.batch, length) for name in ("input_ids", "labels")}
-        return model, (), batch
-
-    import transformers
-
-    return Source(str(path), f"transformers {transformers.__version__}", build, words(options, length),
-                  _unknown(settings, config, AutoModelForCausalLM._model_mapping[type(settings)]))
+    kind, label, assumed = class_of(path, config, settings)
+    batch, shape = batch_of(path, kind, label, settings, options)
+    return Source(str(path), f"transformers {transformers.__version__}, {kind.__name__}",
+                  lambda: (_model(kind, settings, options, path), (), batch()), shape,
+                  assumed + _unknown(settings, config, kind))
 
 
-def _model(auto, settings, options, path):
+def _model(kind, settings, options, path):
     """Build it with the attention that was asked for, else with transformers' choice: sdpa where it has it."""
     try:
-        return auto.from_config(settings, attn_implementation=options.attention, dtype=torch.get_default_dtype())
+        return kind._from_config(settings, attn_implementation=options.attention, dtype=torch.get_default_dtype())
     except ValueError as error:
         if options.attention is None:
             raise
@@ -136,11 +139,10 @@ def _model(auto, settings, options, path):
                          f"({str(error).partition('. ')[0]}); give another, or none for its own choice") from error
 
 
-def _unknown(settings, config, models):
-    """Say which keys of a config.json neither its class nor the code of its models knows. (transformers keeps every
+def _unknown(settings, config, kind):
+    """Say which keys of a config.json neither its class nor the code of its model knows. (transformers keeps every
     key, so a model may read one that its class does not declare: Qwen3-MoE's `head_dim`.)"""
-    models = models if isinstance(models, tuple) else (models,)
-    code = "".join(inspect.getsource(inspect.getmodule(model)) for model in models)
+    code = inspect.getsource(inspect.getmodule(kind))
     plain = type(settings)()
     known = HARMLESS | ROTARY | plain.to_dict().keys() | vars(plain).keys() | plain.attribute_map.keys()
     return [f"{key}={shown(config[key])} is unknown to {type(settings).__name__}: assumed to change nothing"

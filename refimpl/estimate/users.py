@@ -2,6 +2,8 @@
 
 import importlib.util
 import inspect
+import re
+import symtable
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,9 +26,10 @@ def source(text, options):
         raise ValueError(f"{path}: expected the function, too: {path}:build")
     if options.attention is not None:
         raise ValueError(f"attention={options.attention!r} of a model that {text} builds: set it there")
-    function = getattr(_module(path), name, None)
+    functions, bound = _names(path)  # so that nothing is imported for a name that is not there
+    function = getattr(_module(path), name, None) if bound is None or name in bound else None
     if not callable(function):
-        raise ValueError(f"{path} has no function {name!r}; it has {', '.join(_functions(_module(path))) or 'none'}")
+        raise ValueError(f"{path} has no function {name!r}; it has {', '.join(functions) or 'none'}")
     taken = inspect.signature(function).parameters
     given = {key: value for key, value in (("batch", options.batch), ("sequence", options.sequence)) if key in taken}
     needed = [key for key, each in taken.items() if each.default is each.empty and key not in given
@@ -61,9 +64,19 @@ def _module(path):
     return module
 
 
-def _functions(module):
-    return [name for name, thing in vars(module).items()
-            if inspect.isfunction(thing) and thing.__module__ == module.__name__]
+def _names(path):
+    """Return (functions that a file defines, all names that it binds), as its text says. The second is None if the text
+    does not say all. ValueError for no Python."""
+    try:
+        code = path.read_text()
+        table = symtable.symtable(code, str(path), "exec")
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{path} is not Python: {error}") from error
+    symbols = table.get_symbols()
+    functions = [each.get_name() for each in symbols if each.is_namespace() and any(
+        place.get_type() == "function" for place in each.get_namespaces())]
+    bound = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported() or each.is_namespace()}
+    return functions, None if re.search(r"import \*|\bglobals\(", code) else bound
 
 
 def _model_and_batch(returned, text, options):

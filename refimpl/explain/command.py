@@ -95,5 +95,5 @@ def _verdict(promised, saved):
     """Whether a promise was kept: within 5 %, or as a bound."""
     if promised["bound"]:
         return "a bound that holds" if saved <= promised["saves"] else "a bound that does not hold"
-    off = abs(promised["saves"] - saved) / max(abs(saved), 1)
+    off = abs(promised["saves"] - saved) / max(abs(saved), promised["saves"], 1)  # none saved: 100 % off
     return f"{off:.1%} off" if off <= 0.05 else f"{off:.1%} off: the promise was wrong"

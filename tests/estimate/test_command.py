@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from estimate_kit import BUILD
 
 from refimpl import cli
 from refimpl.estimate import estimate
@@ -46,11 +47,28 @@ def test_what_cannot_be_ends_with_status_2(arguments, message, capsys):
 
 
 def test_a_file_that_cannot_be_imported_is_named_with_its_line(tmp_path, capsys):
-    (tmp_path / "model.py").write_text("import torch\nraise KeyError('three')\n")
+    (tmp_path / "model.py").write_text("import torch\nraise KeyError('three')\ndef build():\n    pass\n")
     with pytest.raises(SystemExit) as done:
         cli.main(["estimate", f"{tmp_path / 'model.py'}:build"])
     said = capsys.readouterr().err
     assert done.value.code == 2 and "model.py:2: " in said and "raises KeyError when it is imported" in said
+
+
+def test_a_file_without_the_function_is_not_imported(tmp_path, capsys):
+    path = tmp_path / "model.py"
+    path.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef built():\n    pass\n")
+    for text, words in ((path.read_text(), "has no function 'build'; it has built"), ("def (", "py is not Python")):
+        path.write_text(text)
+        with pytest.raises(SystemExit):
+            cli.main(["estimate", f"{path}:build"])
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_name_that_a_star_import_brings_is_found(tmp_path):
+    (tmp_path / "inner.py").write_text(BUILD)
+    (tmp_path / "outer.py").write_text("from inner import *\n")
+    assert estimate(f"{tmp_path / 'outer.py'}:gpt").parameters == estimate(f"{tmp_path / 'inner.py'}:gpt").parameters
 
 
 def test_its_help_explains_every_choice(capsys):

@@ -1,6 +1,8 @@
 """An estimate is what a tracker reads of the real step with the same options, to the byte and by category."""
 
+import json
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ PLAIN = [
     ("gpt", {"precision": "autocast", "recompute": True}),
     ("gemma", {"precision": "bf16", "optimizer": "adamw-fused"}),
     ("gpt", {"precision": "bf16-master", "optimizer": "momentum"}), ("regression", {"batch": 64, "optimizer": "sgd"}),
-    ("gpt2", {"attention": "eager", "recompute": True, "optimizer": "adam"}), ("llama", {"precision": "bf16"})]
+    ("gpt2", {"attention": "eager", "recompute": True, "optimizer": "adam"}), ("llama", {"precision": "bf16"}),
+    ("masked", {"batch": 2}), ("classifier", {"batch": 3, "sequence": 16}), ("t5", {"batch": 2, "sequence": 16}),
+    ("whisper", {"batch": 2, "precision": "bf16"}), ("vit", {"batch": 4, "precision": "autocast"})]
 STATE = 5056  # bytes of the CPU generator's state
 ON_RANKS = [(name, {"zero": zero, "gpus": 2, "batch": 2, "precision": "bf16" if name == "llama" else "fp32"})
             for name in ("gpt", "gpt2", "llama") for zero in range(4)]
@@ -102,6 +106,18 @@ def test_dropout_keeps_masks_of_a_byte_on_a_gpu(names):
     tokens, hidden, layers, heads = 2 * 32, 32, 2, 4
     masks = (2 * layers + 1) * tokens * hidden * (4 - 1)
     assert on["cpu"] - on["a100-80"] > masks + layers * heads * 2 * 32 * 32 * 4
+
+
+@pytest.mark.parametrize(("name", "places"), [
+    ("gpt2", ("embd_pdrop", "resid_pdrop")), ("masked", ("hidden_dropout_prob",))])
+def test_a_model_with_dropout_is_the_one_without_and_its_masks(names, tmp_path, name, places):
+    """On a GPU, where attention draws its own again in backward. Both have 2 x 2 + 1 places of (2, 32, 32) bytes."""
+    read = {}
+    for rate in (0.0, 0.1):
+        config = json.loads(Path(names[name]).read_text()) | dict.fromkeys(places, rate)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        read[rate] = estimate(str(tmp_path), gpu="a100-80", batch=2, sequence=32).phases["forward"]["activations"]
+    assert read[0.1] - read[0.0] == 5 * 2 * 32 * 32
 
 
 def test_what_no_gpu_holds_is_reserved_in_full():

@@ -48,7 +48,8 @@ def test_the_catalog_s_count_is_that_of_transformers_model(written, name):
     with torch.device("meta"):
         source = find(written(PUBLISHED[name]), Options(sequence=8))
         model, _, batch = source.build()
-    assert source.built_by.startswith("transformers ") and not source.assumed and set(batch) == {"input_ids", "labels"}
+    assert source.built_by.startswith("transformers ") and set(batch) == {"input_ids", "labels"}
+    assert [each.partition(": ")[0] for each in source.assumed] == ["architectures is not given"]
     assert sum(p.numel() for p in model.parameters()) == catalog.published_parameters(name)
 
 
@@ -107,7 +108,6 @@ def test_a_head_dim_that_changes_bytes_is_not_said_to_change_nothing(written, ki
 @pytest.mark.parametrize(("config", "options", "message"), [
     ({"vocab_size": 3}, {}, r"config\.json has no model_type: expected the config\.json of a model"),
     ({"model_type": "unheard"}, {}, "transformers makes no config of it: .*unheard"),
-    ({"model_type": "vit"}, {}, "model_type='vit' has no AutoModelForCausalLM; for another model give file.py:func"),
     (LLAMA | {"quantization_config": {}}, {}, "quantization_config: weights in fewer bits are not estimated; remove"),
     (CONFIGS["llama"], {"sequence": 65}, r"sequence=65: .*config\.json has a context of 64 tokens"),
     ({"model_type": "llama", "vocab_size": 3}, {"builder": "refimpl"}, "max_position_embeddings, num_hidden_layers, "
@@ -120,6 +120,12 @@ def test_a_head_dim_that_changes_bytes_is_not_said_to_change_nothing(written, ki
 def test_a_config_of_no_model_is_refused(written, config, options, message):
     with pytest.raises(ValueError, match=message):
         find(written(config), Options(**options))
+
+
+def test_a_bad_size_is_refused_before_transformers_is_imported(written, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match="num_hidden_layers=1000000000: expected at most"):
+        find(written(LLAMA | {"num_hidden_layers": 10**9}), Options(builder="transformers"))
 
 
 def test_what_is_no_file_no_json_or_no_attention_of_the_model(written, tmp_path):

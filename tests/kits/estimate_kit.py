@@ -14,6 +14,20 @@ CONFIGS = {
     "llama": {"model_type": "llama", "vocab_size": 61, "max_position_embeddings": 64, "hidden_size": 32,
               "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 88,
               "tie_word_embeddings": False}}
+BERT = {"model_type": "bert", "vocab_size": 61, "max_position_embeddings": 32, "hidden_size": 32,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+CONFIGS |= {
+    "masked": BERT | {"architectures": ["BertForMaskedLM"]},
+    "classifier": BERT | {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "a", "1": "b"}},
+    "t5": {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "vocab_size": 61, "d_model": 32,
+           "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+    "whisper": {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "vocab_size": 61,
+                "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+                "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": 8,
+                "max_source_positions": 20, "max_target_positions": 12, "pad_token_id": 0, "bos_token_id": 1,
+                "eos_token_id": 2, "decoder_start_token_id": 1},
+    "vit": {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 16, "patch_size": 4,
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}}
 BUILD = """
 import torch
 from refimpl.model import GPT, GPTConfig
