@@ -79,14 +79,13 @@ def measurement(name, device=None, folder=None, partial=False):
 
 
 def measurements(name, folder=None, partial=False):
-    """Return {device: record} of bench `name`, for the CPU and for each GPU that was measured.
+    """Return {device: record} of bench `name`, for each device that was measured, the CPU first.
 
-    The CPU's record is None if it was not measured yet. If no GPU was, there is an entry "a GPU" with None. Arguments
-    and errors are those of `measurement`.
+    Arguments and errors are those of `measurement`.
     """
-    gpus = sorted(path.name for path in Path(folder or FOLDER).glob("*") if path.is_dir() and path.name != "cpu")
-    found = {gpu: record for gpu in gpus if (record := measurement(name, gpu, folder, partial))}
-    return {"cpu": measurement(name, "cpu", folder, partial), **(found or {"a GPU": None})}
+    devices = sorted((path.name for path in Path(folder or FOLDER).glob("*") if path.is_dir()),
+                     key=lambda device: (device != "cpu", device))
+    return {device: record for device in devices if (record := measurement(name, device, folder, partial))}
 
 
 def _dated(path):

@@ -55,14 +55,14 @@ def test_a_record_that_cannot_be_written_leaves_the_one_before(tmp_path):
 
 
 def test_the_records_of_the_cpu_and_of_every_gpu(tmp_path):
-    assert measurements("meter", tmp_path) == {"cpu": None, "a GPU": None}
+    assert measurements("meter", tmp_path) == {}
     for device in ("cpu", "nvidia-h200", "a-gpu"):
         record.write(reading(device=device), tmp_path)
     record.write(reading("other", "nvidia-h100"), tmp_path)
     found = measurements("meter", tmp_path)
     assert list(found) == ["cpu", "a-gpu", "nvidia-h200"]
     assert all(record["device"]["slug"] == device for device, record in found.items())
-    assert measurements("other", tmp_path) == {"cpu": None, "nvidia-h100": reading("other", "nvidia-h100") | {
+    assert measurements("other", tmp_path) == {"nvidia-h100": reading("other", "nvidia-h100") | {
         "date": measurement("other", folder=tmp_path)["date"]}}
 
 
