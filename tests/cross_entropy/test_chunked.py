@@ -147,6 +147,14 @@ def test_several_losses_are_their_weighted_sum(reduction):
     assert not losses.requires_grad and max(errors([losses], [torch.stack(apart).detach()])) < 1e-13
 
 
+def test_the_losses_apart_are_without_their_scales_where_no_scale_is_one():
+    parts = [head(n, 8, 31, torch.float64, seed=n) for n in (20, 7)]
+    hiddens, targets = [p[0] for p in parts], [p[2] for p in parts]
+    apart = torch.stack([plain(h, parts[0][1], t).detach() for h, t in zip(hiddens, targets, strict=True)])
+    _, losses = multi_token_cross_entropy(hiddens, parts[0][1], targets, (0.3, 0.5))
+    assert max(errors([losses], [apart])) < 1e-13
+
+
 def test_several_losses_have_one_gradient_of_the_weight():
     """Three calls hold three of them: V · C · 4 bytes each."""
     N, C, V, K = 32, 16, 997, 3

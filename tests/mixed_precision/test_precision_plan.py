@@ -8,6 +8,8 @@ import pytest
 import torch
 from precision_kit import Dtypes
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from refimpl import memory
 from refimpl.mixed_precision import DynamicPrecisionModel, autocast, plan_bytes, precision_context
@@ -199,6 +201,29 @@ def test_also_after_an_exception_and_with_one_dtype(model):
     with unchanged(model), pytest.raises(ZeroDivisionError), precision_context(model, torch.bfloat16) as same:
         assert same is model and {p.dtype for p in model.parameters()} == {torch.bfloat16}
         raise ZeroDivisionError
+
+
+class Full(TorchDispatchMode):
+    """Has no room for the second cast."""
+
+    casts = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.casts += function is torch.ops.aten._to_copy.default
+        if self.casts == 2:
+            raise torch.OutOfMemoryError("no room")
+        return function(*args, **kwargs or {})
+
+
+def test_a_plan_without_room_changes_nothing_and_its_error_holds_no_old_values():
+    """A notebook keeps the last error, and with it what the functions in its traceback hold."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    with unchanged(model), pytest.raises(torch.OutOfMemoryError) as caught, Full():
+        DynamicPrecisionModel(model, {"*": LOW}, keep=True)
+    old = StorageWeakRef(model[0].weight.untyped_storage())
+    assert not old.expired()
+    DynamicPrecisionModel(model, {"*": LOW})
+    assert caught.tb and old.expired()
 
 
 def test_what_was_trained_inside_is_kept():
