@@ -15,3 +15,11 @@ def test_every_point_is_drawn_at_its_place():
     last = [line for line in axes.lines if line.get_marker() not in (".", "None")]
     assert [(line.get_xdata()[0] * 2**20, line.get_ydata()[0] * 18) for line in last] == list(points.values())
     assert figure._repr_png_()[:4] == b"\x89PNG"
+
+
+def test_as_many_points_as_anybody_has():
+    """There are eight markers: the ninth point has the first's again."""
+    points = {str(i): (2**20 * i, i) for i in range(1, 20)}
+    (axes,) = plot_time_peak([(2**20, 2), (2**21, 1)], points).axes
+    markers = [line.get_marker() for line in axes.lines if line.get_marker() not in (".", "None")]
+    assert len(set(markers)) == 8 and markers == [*markers[:8], *markers[:8], *markers[:3]]

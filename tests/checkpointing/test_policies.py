@@ -139,6 +139,16 @@ def test_unknown_parts_and_blocks_without_them(model):
             selective([nn.Linear(2, 2)], part)
 
 
+@pytest.mark.parametrize("part", ["attention core", "mlp"])
+def test_blocks_before_one_without_the_part_are_as_they_were(model, part):
+    untouched = [set(vars(module)) for module in model.modules()]
+    with pytest.raises(ValueError, match=f"a Linear has no {part}"):
+        selective([*model.blocks, nn.Linear(2, 2)], part)
+    assert [set(vars(module)) for module in model.modules()] == untouched
+    with selective(model.blocks, part) as applied:
+        assert len(applied) == 4
+
+
 def test_an_exception_takes_the_policy_away(model):
     with pytest.raises(ZeroDivisionError), recompute(model.blocks):
         raise ZeroDivisionError
@@ -176,6 +186,16 @@ def test_a_model_under_a_policy_is_freed_with_its_last_name():
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_policy_that_was_removed_holds_no_module():
+    model = GPT(CONFIG)
+    with recompute(model.blocks) as applied:
+        assert len(applied) == 4
+    gone = weakref.ref(model.blocks[0])
+    del model
+    gc.collect()
+    assert gone() is None and len(applied) == 0
 
 
 def test_options_reach_checkpoint(model, tokens):
