@@ -39,6 +39,17 @@ def test_an_online_softmax_shows_its_running_values():
     assert titles == ["after the tile of keys 0 to 1", "after the tile of keys 2 to 2"] and is_png(figure)
 
 
+def test_an_online_softmax_has_each_word_above_its_cells_and_no_cell_on_another():
+    state = [torch.full((2, 1), value) for value in (0.5, 1.0, 1.5, 7.0)]
+    axes = plot_online(torch.zeros(2, 3), [state], 3).axes[0]
+    cells = sorted({(cell.get_x(), cell.get_x() + cell.get_width()) for cell in axes.patches})
+    assert len(cells) == 6 and all(a[1] <= b[0] + 1e-9 for a, b in zip(cells, cells[1:], strict=False))
+    words = {text.get_text(): text.get_position()[0] for text in axes.texts}
+    middles = [words[name] for name in ("key 0", "key 1", "key 2", "m", "l", "O")]
+    assert middles == pytest.approx([(left + right) / 2 for left, right in cells])
+    assert cells[2][1] < words["shrink"] == words["× 0.5"] < cells[3][0]
+
+
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 def test_the_tiles_drawn_are_those_computed(options):
     T, size, found = 96, 16, computed_tiles(96, 16, **options)

@@ -32,7 +32,7 @@ def flops_of_a_step(model, tokens):
 def plain(config, dtype, sequence):
     """(a model whose gradients are there, its tokens, the FLOPs of a step)."""
     torch.manual_seed(0)
-    model, tokens = GPT(config, dtype=dtype), torch.randint(0, 256, (2, sequence))
+    model, tokens = GPT(config, dtype=dtype), torch.randint(0, config.vocab_size, (2, sequence))
     return model, tokens, flops_of_a_step(model, tokens)
 
 
@@ -61,6 +61,13 @@ def test_predicted_and_measured(family, dropout, dtype, sequence, policy):
     read, shape = Read(config, dtype, sequence, plan, part), (config, 2, sequence, plan, part)
     assert gpt_peak_bytes(*shape, dtype) == pytest.approx(read.peak, rel=0.01)
     assert kept_bytes(*shape, dtype) == read.kept and extra_flops(*shape) == read.flops
+
+
+def test_rms_norm_makes_no_copy_of_an_fp32_input():
+    """Of a small vocabulary, so that the peak is a block's; a copy is 3 % of it."""
+    config = GPTConfig(**LLAMA | {"vocab_size": 32, "layers": 1})
+    read = Read(config, torch.float32, 32, None, None)
+    assert gpt_peak_bytes(config, 2, 32) == pytest.approx(read.peak, rel=0.001)
 
 
 def test_norms_after_each_branch_are_refused():
