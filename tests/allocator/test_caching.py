@@ -270,6 +270,15 @@ def test_an_expandable_segment_grows_into_what_is_free_before_it():
             allocator.allocate(nbytes)
 
 
+def test_addresses_that_went_back_belong_to_nobody_until_they_are_given_out_again():
+    allocator = CachingAllocator(100 * MIB, "expandable_segments:True")
+    freed(allocator, 30 * MIB)
+    allocator.empty_cache()
+    blocks = [allocator.allocate(30 * MIB, stream=stream) for stream in (1, 0)]
+    first, second = sorted(blocks, key=lambda block: block.address)
+    assert first.end <= second.address and allocator.reserved == 80 * MIB
+
+
 def test_errors():
     allocator = CachingAllocator(10 * MIB)
     with pytest.raises(ValueError, match="nbytes=-1"):

@@ -80,6 +80,12 @@ def test_all_settings_of_one_text():
     assert Settings.parse("per_process_memory_fraction:0.5").memory_fraction == 0.5
 
 
+def test_the_least_values_that_pytorch_takes():
+    found = Settings.parse("max_split_size_mb:20,max_non_split_rounding_mb:20,large_segment_size_mb:11")
+    assert (found.max_split_size, found.max_non_split_rounding, found.large_segment_size) == (20 * MIB, 20 * MIB,
+                                                                                             11 * MIB)
+
+
 def test_what_a_snapshot_has_resolved_comes_before_its_text():
     entry = {"action": "alloc", "addr": 0, "size": 1, "stream": 0}
     resolved = {"max_split_size": 64 * MIB, "garbage_collection_threshold": 0.5, "expandable_segments": True,
