@@ -75,6 +75,21 @@ def test_a_search_finds_what_greedy_does_not():
     assert (plan_static(trace).offsets == searched.offsets).all(), "the same each time"
 
 
+def problem(seed, blocks=30):
+    """Lifetimes drawn at random, for which the first orders of a search may not be the best."""
+    dice = np.random.default_rng(seed)
+    begins = dice.integers(0, blocks, blocks)
+    return Lifetimes(begins, begins + dice.integers(1, blocks // 3, blocks), dice.integers(1, 20, blocks))
+
+
+def test_a_search_goes_on_with_orders_of_its_own():
+    """No block is lost or placed twice in them: StaticPlan would tell of blocks that share addresses."""
+    problems = [problem(seed) for seed in range(8)]
+    few, many = (sum(plan_static(each, alignment=1, placements=times * 30).nbytes for each in problems)
+                 for times in (3, 40))
+    assert sum(each.lower_bound for each in problems) <= many < few
+
+
 def test_what_lives_at_once_is_less_than_all():
     """A plan that shares nothing takes the sum; the mutant that saves nothing."""
     trace = trace_of("our GPT, 4 layers")
