@@ -152,5 +152,18 @@ def test_a_rank_in_a_dry_run():
     assert in_a_rank <= alone + 256, "the reduction is in place"
 
 
+def test_the_traffic_foretold_is_that_of_rank_0_unless_another_is_named():
+    """Three ranks do not divide the sizes, so that they send different numbers of bytes."""
+    net, sent = nn.Linear(5, 2), []
+    for rank in range(3):
+        comm = FakeCommunicator(rank, 3)
+        net.zero_grad()
+        accumulate(net, torch.ones(2, 5), torch.ones(2, 2), micro_batch=1, comm=comm,
+                   loss_fn=lambda net, x, y: (net(x) - y).square().mean())
+        sent.append(comm.traffic.total)
+    assert sent == [accumulation_traffic(net.parameters(), 3, rank) for rank in range(3)] and len({*sent}) > 1
+    assert sent[0] == accumulation_traffic(net.parameters(), 3) != sent[1]
+
+
 def test_one_rank_sends_nothing():
     assert accumulation_traffic(model().parameters(), 1) == 0

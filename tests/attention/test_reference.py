@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from refimpl import memory
 from refimpl.attention import attention_flops, reference_attention, reference_attention_bytes
 
 near = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
@@ -36,6 +37,14 @@ def test_it_is_pytorchs(causal):
     given, torchs = kit.inputs(T=6, S=6), functools.partial(F.scaled_dot_product_attention, enable_gqa=True)
     torch.testing.assert_close(kit.gradients(reference_attention, *given, causal=causal),
                                kit.gradients(torchs, *given, is_causal=causal))
+
+
+def test_scores_are_gone_while_the_output_is_computed():
+    """As wide as there are keys, so that the output is as large as they are: two such matrices at once, and not three."""
+    q, k, v, _ = kit.inputs(1, 1, 1, 64, 64, 8, V=64, requires_grad=False)
+    with memory.track(q, k, v) as t:
+        reference_attention(q, k, v)
+    assert t.peak.total - t.start.total == 2 * 64 * 64 * 4
 
 
 def test_rows_that_see_nothing_are_zero_and_have_no_gradient():

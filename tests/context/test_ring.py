@@ -64,6 +64,14 @@ def test_the_peak_of_forward_does_not_grow_with_the_ring(comm, N, order):
     assert t.peak.total - t.start.total == 4 * (2 * 2 * 4 * 64 * 16 + 2 * (4 * 64 * 16 + 4 * 64) + 4 * 64 * 64)
 
 
+def test_the_last_rank_s_peak_of_forward_is_that_of_one_block():
+    """It sees all blocks, one by one; of none before is anything left."""
+    qkv = [torch.randn(1, 4, 64, 16) for _ in range(3)]
+    with memory.track(*qkv) as t:
+        ring_attention(*qkv, FakeCommunicator(3, 4), causal=True)
+    assert t.peak.total - t.start.total == 4 * (2 * 2 * 4 * 64 * 16 + 2 * (4 * 64 * 16 + 4 * 64) + 4 * 64 * 64)
+
+
 @WITHOUT_RING
 @pytest.mark.parametrize("inner", ["tiled", "flash"])
 def test_any_attention_gathered_or_by_ulysses(way, inner):
@@ -91,6 +99,17 @@ def test_windows(way, window):
 @WITHOUT_RING
 def test_packed_sequences(way, ends, causal):
     assert farthest(4, way, 2, causal, batch=1, cu_seqlens=list(ends), inner="reference") <= 1e-12
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_rank_in_the_middle_of_packed_sequences(causal):
+    """The second of two ranks: one of its sequences begins at the other, and not with the first key there."""
+    q, k, v, _ = given(length=8, batch=1)
+    whole = [torch.cat((x, x), 2) for x in (q, k, v)]  # as if the other rank had the same
+    options = {"causal": causal, "cu_seqlens": [0, 3, 5, 11, 16]}
+    expected = reference_attention(*whole, **options)[:, :, 8:]
+    found = gathered_attention(q, k, v, FakeCommunicator(1, 2), attention=reference_attention, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("zigzag", [False, True])
