@@ -18,7 +18,7 @@ class RandomK:
     def __init__(self, ratio):
         self.ratio = ratio
 
-    def payload_bytes(self, numel, itemsize=4):
+    def payload_bytes(self, numel, itemsize):
         """Return the bytes that are sent of `numel` numbers."""
         return sparse.count(numel, self.ratio) * itemsize
 

@@ -21,7 +21,7 @@ class Sign:
     def __init__(self, ratio):
         """Take any ratio: all signs are sent."""
 
-    def payload_bytes(self, numel, itemsize=4):
+    def payload_bytes(self, numel, itemsize):
         """Return the bytes that are sent of `numel` numbers, whatever their dtype."""
         return -(-numel // 8) + 4 * -(-numel // BLOCK)
 

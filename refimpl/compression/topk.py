@@ -15,7 +15,7 @@ class TopK:
     def __init__(self, ratio):
         self.ratio = ratio
 
-    def payload_bytes(self, numel, itemsize=4):
+    def payload_bytes(self, numel, itemsize):
         """Return the bytes that are sent of `numel` numbers."""
         return sparse.payload_bytes(numel, self.ratio, itemsize)
 

@@ -65,6 +65,15 @@ def test_a_damaged_field_is_named(snapshot, tmp_path, change, message):
         Snapshot.load(tmp_path / "s.pickle")
 
 
+def test_a_pool_that_is_no_pair_of_ints_is_named(snapshot, tmp_path):
+    found = pickle.loads(snapshot.save(tmp_path / "s.pickle").read_bytes())
+    for pool in ([0], [0, 0, 0], ["0", 0], 3, "00", {0: 0, 1: 0}):
+        found["device_traces"][0][0]["pool_id"] = pool
+        (tmp_path / "s.pickle").write_bytes(pickle.dumps(found))
+        with pytest.raises(DamagedTrace, match=r"device_traces\[0\]\[0\]\.pool_id is .*: expected pair of ints"):
+            Snapshot.load(tmp_path / "s.pickle")
+
+
 def test_a_file_that_was_cut(snapshot, tmp_path):
     path = snapshot.save(tmp_path / "s.pickle")
     data = path.read_bytes()

@@ -40,7 +40,7 @@ def test_it_is_pytorchs(causal):
 
 
 def test_scores_are_gone_while_the_output_is_computed():
-    """As wide as there are keys, so that the output is as large as they are: two such matrices at once, and not three."""
+    """Values as wide as there are keys make the output as large as the scores: two such matrices at once, not three."""
     q, k, v, _ = kit.inputs(1, 1, 1, 64, 64, 8, V=64, requires_grad=False)
     with memory.track(q, k, v) as t:
         reference_attention(q, k, v)

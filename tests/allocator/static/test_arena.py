@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from refimpl import memory
 from refimpl.allocator.static import Arena
 
 
@@ -27,6 +28,13 @@ def test_addresses_are_free_when_the_last_view_is_gone():
         make(arena, 100, 16)
     del view
     assert arena.live == {}
+
+
+def test_it_takes_its_bytes_and_room_to_begin_at_a_multiple():
+    for options, alignment in (({}, 64), ({"alignment": 512}, 512)):
+        with memory.track() as t:
+            arena = Arena(1024, **options)
+        assert t.now.total == 1024 + alignment and make(arena, 0, 256).data_ptr() % alignment == 0
 
 
 def test_what_autograd_saved_is_live():
