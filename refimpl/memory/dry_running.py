@@ -1,8 +1,8 @@
 """The dry run: a program on tensors that have shapes and no memory, under the same tracker.
 
 Fake tensors run every operation's shape rules and none of its arithmetic, so the operations, the storages and their
-sizes are those of the real run. (An operation that returns a library's workspace, such as oneDNN's LSTM on a CPU, may
-say less in its shape rule than it takes; none does in our GPT.)
+sizes are those of the real run. (What oneDNN's recurrent layers keep for backward on a CPU has no size in their shape
+rule: a note says so.)
 """
 
 import copy
@@ -35,7 +35,8 @@ def dry_run(function: Callable[..., Any], *args: object, sizes: dict[str, int] |
 
     Fake tensors have no values, but for small ones that numbers alone made and small integers in the arguments.
     - **Placeholders.** Where the program asks for one value (`loss.item()`, `if loss.isfinite()`), it gets 0.0, 0 or
-    True; comparisons are answered for numbers that are 0 (`torch.rand`: 0.5). `.notes` lists each, once, with its line.
+    True; comparisons are answered for numbers that are 0 (`torch.rand`: 0.5). `.notes` lists each, once, with its line,
+    and each operation whose shape rule leaves out what a library keeps.
     - **Declared sizes.** A shape that depends on values (`nonzero`, a mask as index, `unique`) is refused, unless
     `sizes` has its line: a number of elements (int), a share of them (float), a function of the shape of the tensor
     that is looked through, or a list of these, given in turn, over and over. E.g. tokens are balanced among experts:
@@ -75,6 +76,9 @@ _MEANINGS = {
     "There was no fake impl registered": _NO_RULE,
     ".numpy() is not supported": (_VALUES, "leave .numpy() out of the step"),
     "its data is not allocated": (_VALUES, "leave what reads its memory out of the step"),
+    "shape_env must not be None": ("makes a nested tensor, whose sizes are values, and tensors have none in a dry run",
+                                   "pad the batch, or measure the step itself: memory.track"),
+    "in DataLoader worker process": ("loads data in another process, which makes real tensors", "set num_workers=0"),
     "data pointer": (_VALUES, "leave what reads its memory out of the step"),
     "data_ptr": (_VALUES, "leave what reads its memory out of the step"),
 }

@@ -36,6 +36,16 @@ def without_a_rule(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
+def jagged():
+    rows = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout=torch.jagged)
+    torch.nn.Linear(4, 4)(rows)
+
+
+def loads_elsewhere():
+    data = torch.utils.data.TensorDataset(torch.ones(8, 4))
+    return list(torch.utils.data.DataLoader(data, batch_size=2, num_workers=1))
+
+
 REFUSED = {  # what a step does -> the step, and words of the error
     "mask": (lambda: unknown(3)[unknown(3) > 0], r"bool tensor of shape \(3,\) \(nonzero\).*sizes={'"),
     "nonzero": (lambda: unknown(3, 4).nonzero(), r"float32 tensor of shape \(3, 4\) \(nonzero\).*sizes={'"),
@@ -51,6 +61,8 @@ REFUSED = {  # what a step does -> the step, and words of the error
     "real": (lambda: unknown(3) + OUTSIDE, r"`unknown\(3\) \+ OUTSIDE` uses a real tensor.*build it inside"),
     "in backward": (lambda: function_of(lambda ctx, x: x.clone(), looks_for_values).apply(
         unknown(3).requires_grad_()).sum().backward(), r"\(nonzero\).*sizes={'"),
+    "a nested tensor": (jagged, "makes a nested tensor, whose sizes are values.*pad the batch, or measure"),
+    "another process": (loads_elsewhere, "loads data in another process, which makes real tensors: set num_workers=0"),
     "no rule": (lambda: without_a_rule(unknown(3)), "no rule for fake tensors: write one, torch.library.register_fake")}
 
 

@@ -279,3 +279,18 @@ def test_a_step_of_a_model_that_no_machine_holds(name):
     seconds, resident, parameters, peak = map(float, done.stdout.split())
     assert parameters == 2 * GPTConfig.named(name).parameter_count() < peak / 4 and resident < 2e9
     within(processor_seconds(seconds), 10)
+
+
+def test_what_a_library_keeps_without_a_rule_is_named():
+    """oneDNN's recurrent layer on a CPU: its workspace is most of what a real step keeps."""
+    layer, x = torch.nn.LSTM(8, 16), torch.randn(20, 4, 8)
+
+    def step(layer, x):
+        layer(x)[0].sum().backward()
+
+    dry = memory.dry_run(step, layer, x)
+    with memory.track(layer, x) as real:
+        step(layer, x)
+    said = any("mkldnn_rnn_layer.default keeps for backward" in note for note in dry.notes)
+    assert said == (real.peak.total > 1.1 * dry.peak.total)
+    assert not memory.dry_run(step, torch.nn.GRU(8, 16), x).notes

@@ -22,6 +22,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
 from ..on_cuda.dispatch import RULES, composites
+from ..tracking.taking import NOT_COUNTED
 from .declared import Declared, made_in_size
 from .program_lines import of_the_program, running
 
@@ -110,6 +111,9 @@ class DryMode(FakeTensorMode):
             outputs.stands_for = _truth(func, args)
         if func is aten.rand.default:
             outputs.stands_for = 0.5  # a layer that is dropped with a probability below stays
+        if func is aten.mkldnn_rnn_layer.default:
+            self._note(f"{NOT_COUNTED} that {func} keeps for backward: PyTorch's rule for fake tensors gives them "
+                            "0 bytes")
         if func in self._rules and args[0].device.type == "cpu":
             with self:
                 return self._rules[func](outputs, *args)
@@ -186,10 +190,12 @@ class DryMode(FakeTensorMode):
                              f"values in a dry run. Declare them: memory.dry_run(…, values={{{str(place)!r}: [3, 5]}})")
 
     def _placeholder(self, place, value):
-        note = f"{place}: `{place.expression}` reads {value} in a dry run, a placeholder: tensors have no values"
+        self._note(f"{place}: `{place.expression}` reads {value} in a dry run, a placeholder: tensors have no values")
+        return value
+
+    def _note(self, note):
         if note not in self.notes:  # a loop asks at the same line each time
             self.notes.append(note)
-        return value
 
     def _grouped(self, func, types, args, kwargs):
         """Run a grouped matmul of another type: PyTorch's rule knows bfloat16 alone, and the shape is the same."""
