@@ -171,6 +171,11 @@ def test_the_mesh_as_text():
     assert "…" in lines and max(map(len, lines)) < 100 and lines[-1].split()[-1] == "1023"
 
 
+def test_a_rank_is_described_by_its_places_on_axes_that_are_split():
+    assert Mesh(dp=2, tp=2, pp=2).describe(5) == "rank 5 (pp 1, dp 0, tp 1)"
+    assert Mesh(dp=4, shards=2).describe(3) == "rank 3 (dp 3)" and Mesh().describe(0) == "rank 0"
+
+
 def test_the_mesh_as_a_figure():
     figure = Mesh(dp=4, tp=2, shards=2).draw()
     assert repr(figure) == "<memory figure: groups of tp, groups of shards, groups of replicas>"

@@ -1,8 +1,10 @@
 """What the process that forks ranks has imported, and what it does when a rank, a launch or it itself ends."""
 
+import contextlib
 import importlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -10,11 +12,11 @@ import time
 
 import pytest
 import torch
-from patience import in_time, patiently
+from patience import in_time, patiently, within
 from rank_pool import failure, gone
 
 from refimpl.comm import launch
-from refimpl.ranks import World, forkserver, run
+from refimpl.ranks import World, forking, forkserver, run
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="what an import does to a driver, a fork inherits")
 
@@ -66,6 +68,41 @@ def test_what_a_rank_started_ends_with_it(tmp_path):
     assert gone(launch(fn, 2, False))
     failure("was killed by SIGKILL", fn, 1, True)
     assert gone([int((tmp_path / "True 0").read_text())])
+
+
+def test_a_rank_ends_with_the_process_that_has_forked_it():
+    """Also where the caller has ended before, and kills nobody any more."""
+    def fn(rank):
+        forked, says = os.pipe()
+        forking.run = lambda rank: (os.write(says, b"%d %d" % (rank, os.getpid())), time.sleep(100))
+        server = os.fork()
+        if not server:
+            channel, far = socket.socketpair()
+            far.send(forking.REQUEST.pack(3))
+            forking.Server(socket.socket(), os.getppid())._request(channel)
+            time.sleep(100)
+            os._exit(0)
+        number, pid = map(int, os.read(forked, 100).split())
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+        return number, pid
+
+    (number, pid), = run(fn, World(1))
+    try:
+        assert number == 3 and gone([pid], 5)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@patiently
+def test_ranks_of_an_owner_that_has_ended_live_for_a_second_more():
+    def fn(rank):
+        start, (requests, _owner) = time.monotonic(), socket.socketpair()
+        forking.Server(requests, -1).run()  # -1: nobody's
+        return time.monotonic() - start
+
+    within(*run(fn, World(1)), 1.9)
 
 
 def caller(rank, folder, number, forks):

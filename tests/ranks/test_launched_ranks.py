@@ -65,6 +65,11 @@ def test_a_caller_who_cannot_print_gets_that_error_and_no_process_is_left(proces
     assert processes_left() == []
 
 
+def test_records_of_ranks_that_say_nothing_tell_who_returned_too_early():
+    failure(r"^rank 0 returned after 0 collectives; rank 1 waits for it in barrier \(#1\)",
+            lambda comm: comm.barrier() if comm.rank else None, 2, timeout=4)
+
+
 def test_a_result_that_can_be_read_nowhere_is_named():
     class TwoArguments(Exception):
         def __init__(self, first, second):

@@ -1,5 +1,6 @@
 """Ranks that nothing connects; and what a launch needs of its caller's directory."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -21,6 +22,11 @@ def test_a_world_that_connects_nothing():
     assert run(lambda rank, offset: rank + offset, World(3), (10,)) == [10, 11, 12]
     with pytest.raises(RankError, match="rank 1 raised ZeroDivisionError"):
         run(lambda rank: 1 / (1 - rank), World(2))
+
+
+def test_ranks_that_nothing_connects_are_waited_for_as_long_as_those_of_a_launch():
+    own, launched = (inspect.signature(each).parameters["timeout"].default for each in (run, launch))
+    assert own == launched
 
 
 def test_a_result_that_cannot_be_unpickled_is_named():

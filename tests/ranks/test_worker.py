@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rank_pool import failure
 
 from refimpl.comm import launch
+from refimpl.ranks import worker
 from refimpl.ranks.worker import LENGTH, Setup, UnpicklableResult, describe, pickled_result, read_payload, report
 
 
@@ -57,6 +58,25 @@ def test_a_failure_tells_what_was_raised_with_the_lines_of_the_reader():
     error = raised(lambda: pickled_result(threading.Lock()))
     assert isinstance(error, UnpicklableResult)
     assert describe(0, error).what.startswith("returned an unpicklable value: the result cannot be pickled: lock")
+
+
+def test_the_lines_of_the_rank_itself_are_left_out_unless_there_are_no_others():
+    def fail():
+        raise ValueError("on purpose")
+
+    called = compile("call()", worker.__file__, "exec")
+    outer = describe(0, of_worker(raised(lambda: exec(called, {"call": fail})))).text
+    assert worker.__file__ not in outer and "in fail" in outer
+    own = describe(0, of_worker(raised(lambda: exec(compile("1 / 0", worker.__file__, "exec"))))).text
+    assert f'File "{worker.__file__}", line 1' in own
+
+
+def of_worker(error):
+    """The error as if its traceback began in worker.py, as that of a rank does."""
+    frames = error.__traceback__
+    while frames.tb_frame.f_code.co_filename != worker.__file__:
+        frames = frames.tb_next
+    return error.with_traceback(frames)
 
 
 def test_what_torch_distributed_raises_may_be_a_consequence_wrapped_or_not():
