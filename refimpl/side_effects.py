@@ -15,9 +15,9 @@ def no_side_effects() -> Iterator[None]:
     """Let nothing outside see what is computed in this context: no tracker, no dry run, no hook of all optimizers,
     modules or saved tensors, no random number. Gradients are off."""
     generator, before = torch.default_generator, torch.default_generator.get_state()
-    of_all = [vars(place)[name] for place in (optimizers, modules) for name in vars(place)
-              if name.startswith("_global_") and name.endswith(("hooks", "hooks_always_called"))]
-    seen, engine = [(each, dict(each)) for each in of_all if isinstance(each, dict)], Variable._execution_engine
+    of_all = [each for place in (optimizers, modules) for name, each in vars(place).items()
+              if name.startswith("_global_") and isinstance(each, dict)]
+    seen, engine = [(each, dict(each)) for each in of_all], Variable._execution_engine
     try:
         Variable._execution_engine = ImperativeEngine()  # a tracker's tells what backward's formulas took
         for each, _ in seen:
