@@ -8,7 +8,7 @@ from static_kit import gpt, llama
 
 from refimpl import memory
 from refimpl.allocator import AllocationTrace, DamagedTrace, replay
-from refimpl.common.allocations import ALLOC, Maker
+from refimpl.common.allocations import ALLOC, FREE, Maker
 
 
 def step():
@@ -77,6 +77,14 @@ def test_events_that_make_no_sense_are_named(change, message):
     change(events)
     with pytest.raises(DamagedTrace, match=message):
         AllocationTrace(events, trace.blocks)
+
+
+def test_a_block_of_which_no_more_is_known_has_no_name_and_is_of_the_first_stream_at_the_first_moment():
+    found = Maker()
+    found.free(found.alloc(10))
+    trace = found.trace()
+    assert trace.events.tolist() == [(ALLOC, 0, 0, 0), (FREE, 0, 0, 0)]
+    assert trace.blocks["nbytes"].tolist() == [10] and trace.category_of(0) == trace.name_of(0) == ""
 
 
 def test_repeated_frees_what_is_left():

@@ -33,6 +33,7 @@ def test_bars_are_the_spans_and_what_was_waited_for_is_dark_at_their_end():
         (0, 0, 40, forward), (0, 60, 100, backward), (1, 10, 40, gather), (1, 40, 60, WAITING), (1, 20, 50, gather)])
     assert lanes.get_xlim() == (0, 100)  # not the 500 of a lane that is not asked for
     assert [label.get_text() for label in lanes.get_yticklabels()] == ["compute", "gather"]
+    assert lanes.get_ylim() == (1.5, -0.5), "the first is at the top, and each has as much room"
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["forward", "backward", "all_gather", "waiting"]
     shown = [to_hex(patch.get_facecolor()).upper() for patch in legend.get_patches()]

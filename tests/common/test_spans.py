@@ -1,6 +1,7 @@
 """Spans are recorded while they happen: what a lane is busy with, and work that goes on by itself."""
 
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -48,6 +49,22 @@ def test_work_in_flight_ends_when_it_is_first_seen_to_have_ended_and_waiting_cou
             clock(12)
     assert sorted(recorder.recording.spans) == [Span("gather", "all_gather", "2", 0, 5, 16, 2),
                                                 Span("send", "send", "2", 0, 12, 16, 6)]
+
+
+def test_work_that_was_waited_for_is_not_kept():
+    """Of a message gloo never tells that it has ended: nothing else would let it go."""
+    class Message:
+        def has_ended(self):
+            return False
+
+    with SpanRecorder() as recorder:
+        span, message = started("recv", X), Message()
+        span.launched(message.has_ended)
+        gone = weakref.ref(message)
+        with span.waiting():
+            pass
+        del span, message
+        assert gone() is None and len(recorder.recording.spans) == 1
 
 
 def test_work_that_has_ended_when_it_is_launched(clock):

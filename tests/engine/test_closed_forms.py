@@ -1,6 +1,7 @@
 """The closed forms beside dry runs, which say what real ranks read; and beside the models' own counts."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,6 +46,17 @@ def test_traffic_and_bytes_of_each_axis(name, recompute):
         assert 0.5 * ledger["gradients"] < found.peak["gradients"] <= ledger["gradients"] + largest + CHECKS
         assert found.peak["optimizer state"] == pytest.approx(ledger["optimizer state"], abs=CHECKS)
         assert ledger["activations"] <= found.peak["activations"] + found.peak["communication"]
+
+
+def test_a_tied_weight_adds_its_gradient_on_the_first_and_the_last_stage():
+    """An all_reduce over two ranks sends as many bytes as there are of it: those that a rank of tp has."""
+    mesh, tied = Mesh(tp=2, pp=3, dp=2), GPTConfig(vocab_size=250, context_length=T, layers=3, hidden=24, heads=4)
+    for dtype in (torch.float32, torch.bfloat16):
+        with_it, without = ([axis_traffic(config, mesh, pp, ROWS, 4, dtype=dtype)["pp"] for pp in range(3)]
+                            for config in (tied, replace(tied, tied=False)))
+        weight = 125 * 24 * dtype.itemsize
+        assert with_it == [without[0] + weight, without[1], without[2] + weight]
+    assert axis_traffic(tied, Mesh(tp=2), 0, ROWS, 4)["pp"] == 0, "one stage has both"
 
 
 def test_a_group_over_two_nodes_is_as_fast_as_the_link_between_them():

@@ -7,8 +7,10 @@ from together_kit import ADAMW, built, differing
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
 from refimpl.engine import together
+from refimpl.engine.initial_values import RandomValues
 from refimpl.mesh import Mesh
 from refimpl.model import GPT, GPTConfig
+from refimpl.sharding import ShardSpec, set_spec
 
 
 def begun(comm, name, weights):
@@ -39,6 +41,19 @@ def test_from_a_file_of_the_whole_model(name, tmp_path):
     save_model(model, tmp_path / "model.safetensors")
     (differ, found), *_ = launch(begun, 4, name, tmp_path / "model.safetensors")
     assert differ == [] and all(torch.equal(found[key], x) for key, x in model.state_dict().items())
+
+
+def test_a_part_has_the_values_of_the_whole_and_another_seed_gives_others():
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=256, context_length=32, layers=2, hidden=64, heads=4))
+    name = "blocks.1.attention.qkv.weight"
+    shape = tuple(model.get_parameter(name).shape)
+    whole, part, other = torch.zeros(shape), torch.zeros(10, 64), torch.zeros(shape)
+    set_spec(part, ShardSpec(name, shape, (20, 0), (10, 64)))
+    before, values = torch.get_rng_state(), RandomValues(model, 0)
+    values(name, whole), values(name, part), RandomValues(model, 1)(name, other)
+    assert whole.std().item() == pytest.approx(0.02, rel=0.1) and torch.equal(part, whole[20:30])
+    assert (whole != other).all() and torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_rank_makes_its_own_part_and_one_unit():
