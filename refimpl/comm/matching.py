@@ -17,7 +17,7 @@ HEADER = 256  # bytes of a description; a longer one ends in its hash
 TAG = 1  # of headers between two ranks; the tensors that they describe have tag 0
 
 
-def check_match(comm, collective, x=None, op=None, src=0):
+def check_match(comm, collective, x=None, op=None, src=None):
     """Raise CollectiveMismatch on every rank of `comm` unless all ranks make the same call."""
     with unseen():
         mine = _encode(described(collective, x, op, src if collective == "broadcast" else None))
