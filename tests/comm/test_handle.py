@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from patience import in_time, patiently
 
+from refimpl import memory
 from refimpl.comm import Handle
+from refimpl.comm.backend.torch_internals import lend
 from refimpl.comm.handle import copied_to_out
 
 
@@ -37,6 +40,19 @@ def test_who_drops_a_handle_does_not_drop_the_work():
     Handle([Work(completed=True)], pending=pending)
     Handle([Work(completed=True)], pending=pending).wait()
     assert len(pending) == 1  # of those that have, none is held once another begins, or when it was waited for
+
+
+@patiently
+def test_what_a_work_holds_is_released_before_anybody_waits_for_that():
+    """Else it would be waited for in vain, a second in each collective."""
+    with memory.track():
+        lent, references = lend(torch.ones(3))
+        work = Work()
+        work.tensors = list(lent)
+        handle = Handle([work], lent=lent, references=references)
+        del work
+        with in_time(0.9):
+            handle.wait()
 
 
 def test_a_work_that_fails_fails_every_time():

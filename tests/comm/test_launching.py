@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -174,6 +175,16 @@ def test_a_timeout_that_makes_no_sense_is_named(timeout):
     for name in ("timeout", "limit"):
         with pytest.raises(ValueError, match=f"{name}={timeout!r}: expected a number of seconds above 0, or None"):
             launch(print, 1, **{name: timeout})
+
+
+def test_tasks_of_slurm_are_the_ranks_of_one_world():
+    """They start no ranks of their own."""
+    task = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0",
+            "SLURM_JOB_NODELIST": "gpu[03-04]", "SLURM_TASKS_PER_NODE": "2(x2)"}
+    with mock.patch.dict(os.environ, task):
+        with pytest.raises(ValueError, match="world_size=2, but torchrun made a world of 4"):
+            launch(print, 2)
+        assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR")] == ["3", "1", "gpu03"]
 
 
 def test_what_cannot_be_called_is_named():

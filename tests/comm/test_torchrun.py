@@ -7,9 +7,15 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from refimpl.comm import launch
-from refimpl.comm.torchrun import _local_rank
+from refimpl.comm import RankError, launch
+from refimpl.comm.collective_order import Order
+from refimpl.comm.hang_diagnosis import pages
+from refimpl.comm.hosts.facts import Hosts
+from refimpl.comm.torchrun import _local_rank, raise_for
+from refimpl.ranks.signs import RECORD
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,6 +102,41 @@ def test_the_world_sizes_have_to_agree(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="world_size=2, but torchrun made a world of 4"):
         launch(print, 2)
+
+
+class Watch:
+    """Of the other ranks nobody knows anything."""
+
+    hosts, verdict, interrupted, told = Hosts([{"host": "a", "address": "a"}] * 2), None, False, None
+
+    def error(self, began):
+        return None
+
+    def failed(self, failure):
+        self.told = failure
+
+
+def test_a_connection_that_broke_and_nobody_knows_why_tells_what_its_rank_began():
+    record, watch = bytearray(RECORD), Watch()
+    Order(pages(record)[0]).name(5, "ranks 0 and 1").begin("all_gather", (2,), torch.float32, None, None, "b")
+    with pytest.raises(RankError) as caught:
+        try:
+            exec(compile("raise RuntimeError('Connection closed\\nby peer')", dist.distributed_c10d.__file__, "exec"))
+        except RuntimeError as error:
+            raise_for(error, watch, 1, record)
+    first, *lines = str(caught.value).splitlines()
+    assert (first, lines[0]) == ("rank 1 raised RuntimeError: Connection closed", "by peer")
+    assert lines[1:] == ["the last collectives that this rank began with ranks 0 and 1 (1 in all):",
+                         "  #1 all_gather of b, (2,) float32"]
+    assert watch.told.consequence and watch.told.ranks == [1] and caught.value.ranks == (1,)
+
+
+def test_an_error_of_its_own_is_that_alone():
+    watch = Watch()
+    with pytest.raises(RankError) as caught:
+        raise_for(ValueError("on purpose"), watch, 0, bytearray(RECORD))
+    assert str(caught.value) == watch.told.text == "rank 0 raised ValueError: on purpose"
+    assert not watch.told.consequence and isinstance(caught.value.__cause__, ValueError)
 
 
 def test_ranks_on_gpus_have_to_know_which(monkeypatch):

@@ -37,6 +37,25 @@ def test_a_rank_that_has_returned_says_no_more():
     assert watch._said_twice("idle") == "idle"
 
 
+def test_only_who_is_quiet_asks_for_its_children_and_every_few_seconds():
+    """There may be many, and each is read from the kernel."""
+    class Process:
+        asked = 0
+
+        def cpu_times(self):
+            return 1.0, 0.5, 0.0, 0.0
+
+        def children(self, recursive):
+            self.asked += 1
+            return [self, self]
+
+    own = OwnNote(bytearray(RECORD), 1)
+    own._process = process = Process()
+    assert own._cpu_seconds(own._quiet_since + 1) == 1.5 and process.asked == 0
+    for after, asked in ((6, 1), (7, 1), (10, 1), (12, 2), (13, 2)):
+        assert own._cpu_seconds(own._quiet_since + after) == 3 * 1.5 and process.asked == asked
+
+
 def test_the_end_of_patience_is_a_sign(monkeypatch):
     monkeypatch.setattr(signs, "_record", None)
     own = OwnNote(set_own_record(bytearray(RECORD)), 1)
