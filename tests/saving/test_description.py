@@ -50,6 +50,20 @@ def test_what_is_trained_is_described():
     assert found["groups"][0]["hyperparameters"]["lr"] == 1e-3
 
 
+def with_complex_state():
+    held = state(FakeCommunicator(0, 1))
+    held.optimizer.state[held.shards[0].own] = {"seen": 1j}
+    return held
+
+
+def test_states_are_described_to_save_them_alone():
+    """So a load can take the place of states that no file can hold."""
+    assert "states" not in describe(with_complex_state())[0]
+    assert describe(state(FakeCommunicator(0, 1)), saving=True)[0]["states"] == {"a.weight": {}, "a.bias": {}}
+    with pytest.raises(TypeError, match="seen"):
+        describe(with_complex_state(), saving=True)
+
+
 @pytest.mark.parametrize(("change", "said"), [
     (lambda r: r["parameters"].pop("a.bias"), "a.bias: absent, here (2,) float32"),
     (lambda r: r["parameters"].update(c=r["parameters"]["a.bias"]), "c: (2,) float32, here absent"),
@@ -137,6 +151,13 @@ def test_ranks_that_differ_are_an_error_by_name(what):
     how, said = DIFFER[what]
     with pytest.raises(RankError, match=said):
         launch(lambda comm: describe(state(comm, **how(comm)), saving=True), 2)
+
+
+def test_a_replica_that_is_nowhere_is_an_error_by_name():
+    spec = ShardSpec("a.bias", (2,), replicas=(0, 1))
+    change = changed(0, "a.bias", spec=lambda s: spec, owned=lambda s: spec)(FakeCommunicator(0, 1))
+    with pytest.raises(ValueError, match=r"a.bias: ranks \[0\] name ranks \[0, 1\] as replicas of elements \[0, 2\]"):
+        describe(state(FakeCommunicator(0, 1), **change))
 
 
 def test_a_load_may_find_ranks_that_differ():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from refused_kit import full_disk
 from safetensors.torch import load_file, save_file
-from saving_kit import alone
+from saving_kit import alone, few
 
 from refimpl.saving import SavedStateError, durable, manifest, sharded
 from refimpl.saving.durable import safetensors_bytes, sha256_of, widest_first, write_atomically, write_tensors
@@ -66,6 +66,12 @@ def test_a_file_changes_atomically(tmp_path):
     assert os.listdir(path.parent) == ["file"]
 
 
+def test_a_new_file_has_the_mode_of_an_ordinary_one(tmp_path):
+    write_atomically(tmp_path / "ours", "text")
+    (tmp_path / "theirs").write_text("text")
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "theirs").stat().st_mode
+
+
 def test_what_cannot_be_written_leaves_what_was_and_nothing_beside(tmp_path):
     path = tmp_path / "file"
     write_atomically(path, "old")
@@ -94,6 +100,11 @@ class Disk:
         else:
             self.contents[path.stat().st_ino] = path.read_bytes()
 
+    def sync_open(self, fd):
+        for path in (self.root, *self.root.rglob("*")):
+            if os.path.samestat(path.stat(), os.fstat(fd)):
+                self.sync(path)
+
     @staticmethod
     def present(path):
         """{name: (inode, bytes)} of what is in a folder, bytes None of a folder."""
@@ -114,6 +125,23 @@ class Disk:
                 (target / name).write_bytes(sure if now == sure else b"")
 
 
+def test_what_a_save_is_sure_of_is_whole(tmp_path, monkeypatch):
+    """The power goes after a first save: what no fsync has made sure is lost."""
+    root, real_fsync = tmp_path / "root", os.fsync
+    root.mkdir()
+    disk = Disk(root)
+
+    def fsync(fd):
+        disk.sync_open(fd)
+        real_fsync(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        alone(build=few).train(2).save(root)
+    disk.leave(tmp_path / "left", "synced")
+    assert alone(seed=7, build=few).load(tmp_path / "left").step == 2
+
+
 def crashes(tmp_path, monkeypatch):
     """The step that a load finds after a crash at each moment of a save of step 2 over one of step 1; None: nothing."""
     root = tmp_path / "root"
@@ -131,9 +159,7 @@ def crashes(tmp_path, monkeypatch):
 
     def fsync(fd):
         crash()
-        for path in (root, *root.rglob("*")):
-            if os.path.samestat(path.stat(), os.fstat(fd)):
-                disk.sync(path)
+        disk.sync_open(fd)
         real_fsync(fd)
 
     def replace(source, target):

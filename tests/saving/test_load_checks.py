@@ -5,11 +5,12 @@ from unittest import mock
 
 import pytest
 from own_disks_kit import COLUMNS, ROWS, copied, loaded, refusal, zeroed
-from saving_kit import Holder, differing
+from saving_kit import Holder, alone, differing, few
 
-from refimpl.comm import launch
+from refimpl.comm import FakeCommunicator, launch
 from refimpl.saving import manifest
 from refimpl.saving import ranks_by_host as hosts
+from refimpl.saving.load_checks import files_read
 
 
 def copies(folder):
@@ -32,6 +33,16 @@ def test_each_host_verifies_what_it_reads_and_no_more(tmp_path):
     assert launch(lambda comm: verified(comm, 4, tmp_path, **COLUMNS), 4) == once  # one host
     assert launch(lambda comm: verified(comm, 2, tmp_path, **ROWS), 4) == [[0], [1], [0, 3], [2]]  # 0 has buffers
     assert launch(lambda comm: verified(comm, 2, tmp_path, **COLUMNS), 4) == [[0, 2], [1, 3]] * 2
+
+
+def test_a_rank_reads_its_own_file_where_as_many_ranks_saved(tmp_path):
+    """It has the rank's random numbers, even if nothing else in it is for this rank."""
+    alone(build=few).save(tmp_path / "saved")
+    found, state = manifest.read(tmp_path / "saved"), Holder(FakeCommunicator(1, 2), build=few).state
+    first, second = "rank-00000.safetensors", "rank-00001.safetensors"
+    assert files_read(state, found, ["hosta", "hostb"])[1] == [first]
+    found |= {"world_size": 2, "files": found["files"] | {second: {"pieces": {}}}}
+    assert files_read(state, found, ["hosta", "hostb"])[1] == [first, second]
 
 
 @pytest.mark.parametrize("cut", [ROWS, COLUMNS])

@@ -12,7 +12,7 @@ from saving_kit import BY_ROWS, Holder, alone, few
 from refimpl.comm import launch
 from refimpl.saving import SavedStateError
 from refimpl.saving import manifest as manifests
-from refimpl.saving.schema import Each, Leaf, is_number, is_plain, mismatch
+from refimpl.saving.schema import COUNT, POSITIVE, Each, Leaf, is_number, is_plain, mismatch
 
 JUNK = (None, True, -1, 3, 2**62, 2**63, 10**400, 0.5, float("nan"), "", "Tensor", "load", "float64", "../x", "<b>&",
         "\x1b[2J\r\u202e", [], [0, 1], [[]], {}, {"x": None}, {"value": 1, "dtype": "bool"})
@@ -34,6 +34,20 @@ def test_what_a_hyper_parameter_can_be():
     assert all(map(is_plain, (None, True, 3, 0.1, "x", [0.9, 0.99], (None, [1]))))
     nested = functools.reduce(lambda inner, _: [inner], range(5), 0)
     assert not any(map(is_plain, ({}, torch.zeros(1), 2**63, 1j, b"", nested)))
+
+
+def test_what_a_count_can_be():
+    counts, junk = (1, 2**62 - 1), (-1, 2**62, 1.0, True, "1", None)
+    assert all(map(COUNT.fits, (0, *counts))) and not any(map(COUNT.fits, junk))
+    assert all(map(POSITIVE.fits, counts)) and not any(map(POSITIVE.fits, (0, *junk)))
+
+
+def test_a_manifest_of_no_ranks_is_damaged(tmp_path):
+    holder = alone(build=few)
+    holder.save(tmp_path / "saved")
+    written(tmp_path / "saved", tmp_path / "saved", {**manifests.read(tmp_path / "saved"), "world_size": 0})
+    with pytest.raises(SavedStateError, match="is damaged: .*world_size is 0: expected a count above 0"):
+        holder.load(tmp_path / "saved")
 
 
 @pytest.fixture(scope="module")
