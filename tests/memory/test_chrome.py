@@ -67,6 +67,13 @@ def test_times_are_microseconds_since_the_start_and_bytes_those_of_the_device(tm
     assert "displayTimeUnit" not in path.read_text()  # Perfetto 20 takes it for that of "ts", and shows 1 s as 1000
 
 
+def test_a_storage_that_was_freed_ends_at_the_operation_that_freed_it(tmp_path):
+    trace = by_hand()
+    trace.events.append((1, 0, -8))
+    *_, begun, freed = exported(trace.on("cpu").export_chrome(tmp_path / "hand.json"))
+    assert [(e["name"], e["ts"]) for e in begun + freed] == [("a", 1000), ("a", 2500)]
+
+
 def test_without_a_device_named_it_is_the_accelerator(tmp_path):
     (process, *_), *_ = exported(by_hand().export_chrome(tmp_path / "hand.json"))
     assert process["args"]["name"] == "memory on cuda:0"

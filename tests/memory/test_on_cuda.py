@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
 
 from refimpl import catalog, memory
 from refimpl.estimate import kernels_of
+from refimpl.memory.on_cuda import attention
 from refimpl.memory.on_cuda.attention import choose
 from refimpl.memory.on_cuda.inside import INSIDE
 from refimpl.memory.storage_records import START
@@ -48,6 +50,31 @@ def test_the_kernel_of_attention(case):
     assert choose(catalog.hardware(gpu), q, k, v, mask, dropout, causal, groups != 8) == kernel
 
 
+def test_a_single_row_of_queries_is_cudnn_s_on_one_generation_alone():
+    q, k, v = tensors((2, 8, 1, 64), *[(2, 8, 512, 64)] * 2, dtype=BF16)
+    rows, = tensors((2, 8, 2, 64), dtype=BF16)
+    for gpu, of_one, of_more in (("h100-sxm", "cuDNN", "cuDNN"), ("b200", "flash", "cuDNN")):
+        assert choose(catalog.hardware(gpu), q, k, v, None, 0.0, False, False) == of_one
+        assert choose(catalog.hardware(gpu), rows, k, v, None, 0.0, False, False) == of_more
+
+
+def test_attention_without_a_batch_takes_a_fused_kernel_since_2_14(monkeypatch):
+    def program():
+        q, k, v = tensors((8, 512, 64), *[(8, 384, 64)] * 2, dtype=BF16)
+        for shape in ((), (512, 384), (8, 512, 384)):
+            mask = torch.zeros(shape, dtype=BF16) if shape else None
+            output, kernel = attention.attend(catalog.hardware("a100-80"), q, k, v, mask, 0.0, False, scale=None,
+                                              gqa=False)
+            taken.append(kernel)
+            assert output.shape == q.shape
+
+    for version, expected in (("2.13.0", ["math"] * 3), ("2.14.0", ["flash", "efficient", "efficient"])):
+        monkeypatch.setattr(attention, "VERSION", TorchVersion(version))
+        taken = []
+        memory.dry_run(program, gpu=kernels_of("a100-80"))
+        assert taken == expected
+
+
 @pytest.mark.parametrize(("operation", "args", "nbytes"), [  # read off PyTorch's allocator
     (aten._scaled_dot_product_flash_attention_backward, [(2, 8, 512, 64)] * 5, 2_129_920 + 2 * 2**20),
     (aten._scaled_dot_product_flash_attention_backward, [(2, 8, 512, 64)] * 2 + [(2, 2, 512, 64)] * 2 +
@@ -60,6 +87,16 @@ def test_the_kernel_of_attention(case):
 def test_what_a_kernel_takes_inside(operation, args, nbytes):
     given = tensors(*args, dtype=BF16)
     assert sum(INSIDE[operation.default](Processors((8, 0), 132), *given)) == nbytes
+
+
+def test_a_loss_takes_the_loss_of_each_element_unless_that_is_asked_for():
+    x, target, of_mean, of_each = torch.empty(8, 16), torch.empty(8, 16), 1, 0
+    gpu, nbytes = catalog.hardware("a100-80"), 8 * 16 * 4
+    for loss in (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default):
+        assert INSIDE[loss](gpu, x, target) == INSIDE[loss](gpu, x, target, of_mean) == (nbytes,)
+        assert INSIDE[loss](gpu, x, target, of_each) == ()
+    loss = INSIDE[aten.binary_cross_entropy_with_logits.default]
+    assert loss(gpu, x, target) == (nbytes, nbytes) and loss(gpu, x, target, None, None, of_each) == (nbytes,)
 
 
 def test_sums_of_a_bias_and_of_an_embedding_leave_their_parts():

@@ -63,7 +63,7 @@ def _efficient(capability, q, k, v, mask, dropout, causal, gqa, backward):
     return q.shape[-1] % alignment == v.shape[-1] % alignment == 0
 
 
-def attend(gpu, q, k, v, mask=None, dropout=0.0, causal=False, *, scale=None, gqa=False):
+def attend(gpu, q, k, v, mask, dropout, causal, *, scale, gqa):
     """Do what `scaled_dot_product_attention` does on `gpu`. Returns (output, kernel)."""
     if VERSION >= (2, 14) and {x.ndim for x in (q, k, v)} == {3}:
         mask = mask.unsqueeze(0) if mask is not None and mask.ndim == 3 else mask
