@@ -180,6 +180,13 @@ def test_a_tracker_that_is_in_the_way_is_seen(name, monkeypatch):
     assert watched(ALL[name])[0] > 1.05 * peak
 
 
+def test_gradients_are_added_up_in_place_in_every_tracked_run():
+    function = PROGRAMS["a_state_read_by_four_heads"]
+    alone(function)
+    peak, _, _ = alone(function)
+    assert [watched(function)[0] for _ in range(2)] == [peak] * 2
+
+
 def test_the_figures_of_a_hidden_state_read_by_four_linears():
     body, heads = torch.nn.Linear(8, 1024), torch.nn.ModuleList(torch.nn.Linear(1024, 8) for _ in range(4))
     x = torch.randn(8192, 8)
