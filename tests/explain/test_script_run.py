@@ -33,6 +33,12 @@ def ran(tmp_path):
     return ran
 
 
+def test_two_steps_are_run_unless_told_otherwise(tmp_path):
+    (tmp_path / "train.py").write_text(MODEL + "for _ in range(9): step()")
+    made = run(Script(tmp_path / "train.py"))
+    assert (made.by_class, made.limit, len(made.recording.steps)) == ({"Adam": 2}, 2, 2)
+
+
 @pytest.fixture
 def helped(ran):
     return lambda text, **options: helps_of(RecordedTimeline(ran(text, **options).recording))

@@ -41,3 +41,11 @@ class Program:
 def held(promised, saved):
     """Whether a promise holds: within 5 %."""
     return promised > 0 and abs(promised - saved) <= 0.05 * saved
+
+
+def recorded(path, text, *arguments, switch=None):
+    """Write a script to `path` and return the RecordedTimeline of two of its steps."""
+    path.write_text(text)
+    made = run(Script(path, arguments), 2, switch)
+    assert made.done, made.ending.text
+    return RecordedTimeline(made.recording)

@@ -1,0 +1,24 @@
+"""Which bytes of a recorded peak a technique takes away."""
+
+from explain_kit import recorded
+
+from refimpl.explain.helps.states import half_precision
+
+CLASSES = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+for _ in range(9):
+    model(torch.randn(512, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_autocast_leaves_half_of_what_is_computed(tmp_path):
+    timeline = recorded(tmp_path / "train.py", CLASSES)
+    row, held = timeline.peak_row, timeline.trace.peak
+    taken = -sum(nbytes for first, after, nbytes in half_precision(timeline).spans if first <= row < after)
+    computed = sum(held[name] for name in ("activations", "temporaries", "inputs"))
+    assert taken == computed // 2 + held["gradients"] and computed > 3 * 4 * 512 * 64
