@@ -57,10 +57,10 @@ class RecordedTimeline:
         """Return by how many bytes `spans` lower the peak."""
         return self.peak - self.peak_with(spans)
 
-    def workspaces(self, layouts):
+    def workspaces(self, other_kernels):
         """Return the spans of workspaces that may be others with a technique, as if they were not there: of
-        convolutions, whose kernels oneDNN chooses; and of all where `layouts` of what is saved change."""
-        return [self.whole(i) for i in self.where(WORKSPACE) if layouts or "convolution" in self.records[i].op]
+        convolutions, whose kernels oneDNN chooses; and of all with `other_kernels`, where layouts or types change."""
+        return [self.whole(i) for i in self.where(WORKSPACE) if other_kernels or "convolution" in self.records[i].op]
 
     @property
     def last_peak(self):

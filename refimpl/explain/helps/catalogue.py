@@ -88,7 +88,8 @@ def _help(technique, timeline):
     found = technique.find(timeline)
     if isinstance(found, Found):
         saves, bound, why, loose = max(0, timeline.saved(found.spans)), found.bound, "", found.loose
-        most = timeline.saved(found.spans + timeline.workspaces(technique.room == "activations"))
+        other_kernels = technique.room in ("activations", "mixed_precision")
+        most = timeline.saved(found.spans + timeline.workspaces(other_kernels))
         if most > SURELY * saves and (saves or bound):
             saves, bound, loose = most, bound or "kernels may take other workspaces then", loose or most > LOOSE * saves
         why = why or ("" if saves else "it holds nothing at the peak, or the peak moves and is as high")
