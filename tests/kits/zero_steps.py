@@ -12,10 +12,10 @@ from refimpl.zero.closed_forms import model_state_bytes
 STATES = ("parameters", "gradients", "optimizer state")  # of a ledger
 
 
-def stack(count, width=64):
+def stack(count, width=64, device=None):
     """Matrices alone."""
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
+    return nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(count)))
 
 
 def gpt_engine(make, comm, dtype=None, optimizer=ADAMW, steps=0, micro_batches=1, **options):
