@@ -4,12 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from zero_kit import ADAMW, BUCKET, CONFIG, gpt, token_batches
-from zero_steps import STATES, gpt_engine, states_of, traced, traced_gpt
+from torch import nn
+from zero_kit import ADAMW, BUCKET, CONFIG, ENGINES, gpt, token_batches
+from zero_steps import STATES, gpt_engine, states_of, traced, traced_gpt, update
 
-from refimpl.comm import FakeCommunicator, launch
-from refimpl.zero import Zero3
-from refimpl.zero.closed_forms import model_state_bytes, paper_bytes, step_traffic
+from refimpl.comm import FakeCommunicator, launch, simulate
+from refimpl.mesh import Mesh
+from refimpl.zero import Zero1, Zero3
+from refimpl.zero.closed_forms import hybrid_traffic, model_state_bytes, paper_bytes, saved_bytes, step_traffic
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -65,6 +67,33 @@ def test_bytes_and_traffic_of_parameters_that_stay(threshold):
     assert {name: now[name] for name in STATES} == dict(expected)
     sent = [step_traffic(model, 4, 3, persistence_threshold=each).total for each in (0, threshold)]
     assert sent[1] <= sent[0] and (sent[1] < 0.7 * sent[0]) == (threshold == 10_000)
+
+
+def test_hybrid_traffic_is_by_default_that_of_rank_0():
+    """Of two replicas of two shards each: other ranks send another number of bytes in checks."""
+    def sent(comm):
+        mesh = Mesh(dp=4, shards=2).connect(comm)
+        both = {kind: mesh.get_parallel_group(kind) for kind in ("shards", "replicas")}
+        engine, x = Zero1(nn.Linear(3, 3), mesh.get_parallel_group("dp"), **both), torch.ones(1, 3)
+        before = []
+        for _ in range(2):
+            before = [each.traffic for each in (*both.values(), engine.comm)]
+            update(engine, engine(x).sum())
+        shards, replicas, whole = (each.traffic - of for each, of in zip((*both.values(), engine.comm), before,
+                                                                         strict=True))
+        return {"shards": shards, "replicas": replicas, "all": whole - shards - replicas}  # groups count in the whole
+
+    first, other, *_ = simulate(sent, 4)
+    assert first == hybrid_traffic(nn.Linear(3, 3), 2, 2, 1) and first["all"] != other["all"]
+
+
+def test_saved_bytes_are_by_default_those_of_a_cpu(tmp_path):
+    for stage, make in enumerate(ENGINES):
+        engine = make(nn.Linear(3, 3), FakeCommunicator(0, 1))
+        update(engine, engine(torch.ones(1, 3)).sum())
+        engine.save(tmp_path / f"{stage}")
+        written = {path.name: path.stat().st_size for path in (tmp_path / f"{stage}").glob("*/*.safetensors")}
+        assert written == saved_bytes(nn.Linear(3, 3), 1, stage)
 
 
 def test_the_papers_table_1():

@@ -12,8 +12,8 @@ from zero_kit import ENGINES, FAST, equal, farthest, gpt, model_of, parameters_o
 from zero_steps import gpt_engine, most, stack
 
 from refimpl import memory
-from refimpl.comm import FakeCommunicator
-from refimpl.zero import Zero2, Zero3
+from refimpl.comm import CollectiveMismatch, FakeCommunicator, simulate
+from refimpl.zero import Zero1, Zero2, Zero3
 
 MICRO_BATCHES = 3
 
@@ -121,3 +121,20 @@ def test_an_engine_that_is_dropped_frees_all_that_it_held(make):
     gone = train()
     gc.collect()
     assert not [each() for each in gone if each() is not None]
+
+
+def test_engines_that_differ_are_named_when_they_are_made():
+    """Before any of them lays out buckets: their class, bytes of a bucket, dtype of reductions."""
+    def made(comm, which):
+        options = {"bucket_bytes": 100 + 100 * (which == "bytes" and comm.rank == 1),
+                   "reduce_dtype": torch.bfloat16 if which == "dtype" and comm.rank == 1 else None}
+        with pytest.raises(CollectiveMismatch) as error:
+            (Zero2 if which == "class" and comm.rank == 1 else Zero1)(nn.Linear(4, 4), comm, FAST, **options)
+        return str(error.value)
+
+    for which, other in (("class", "Zero2, bucket_bytes=100, reduce_dtype=None"),
+                         ("bytes", "Zero1, bucket_bytes=200, reduce_dtype=None"),
+                         ("dtype", "Zero1, bucket_bytes=100, reduce_dtype=torch.bfloat16")):
+        assert {*simulate(made, 2, which)} == {
+            f"ranks [1] have another engine than rank 0: rank 0: Zero1, bucket_bytes=100, reduce_dtype=None; rank 1: "
+            f"{other}. Give every rank the same engine"}

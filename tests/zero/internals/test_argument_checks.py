@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from zero_kit import ENGINES, SGD, Elsewhere, Frozen, square
 
-from refimpl.comm import FakeCommunicator
+from refimpl.comm import FakeCommunicator, simulate
+from refimpl.mesh import Mesh
 from refimpl.zero import DataParallel
 from refimpl.zero.internals.argument_checks import trained_and_frozen
 
@@ -49,3 +50,15 @@ def test_a_parameter_that_is_thawed_later_is_named(make):
     engine.model[2].weight.requires_grad_(True)
     with pytest.raises(RuntimeError, match="2.weight requires a gradient now, and did not when the engine was made"):
         engine.backward(square(engine, torch.ones(2, 10)))
+
+
+def test_elements_on_two_ranks_that_are_no_replicas_are_named_whatever_the_data_parallelism():
+    """One rank of each group for data parallelism tells what all of it holds."""
+    def made(comm, dp):
+        group = Mesh(dp=dp, tp=2).connect(comm).get_parallel_group("dp")
+        with pytest.raises(ValueError, match="weight: elements 0 … 3 are on rank 0 and on rank 1: ranks that hold the"):
+            DataParallel(nn.Linear(2, 2), group, SGD, world=comm)
+        return True
+
+    for dp in (1, 2):
+        assert all(simulate(made, 2 * dp, dp))

@@ -103,3 +103,23 @@ def test_what_an_evaluation_calls_is_not_taken_for_a_region():
 def test_tensors_are_found_in_whatever_a_module_returns():
     x = torch.ones(1)
     assert len(list(tensors_in([x, {"a": (x, None)}, 3]))) == 2
+
+
+class WithBalance(nn.Linear):
+    """Computes more after its output, which it keeps."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.balance = (self.weight * 2).sum()
+        return y
+
+
+def test_one_that_computes_more_after_its_output_begins_with_that():
+    """Its backward begins before that of what it kept, and also if nothing else is in the loss."""
+    a = WithBalance(4, 4)
+    for with_output in (True, False):
+        followed, x = Followed(a=a), a(X)
+        a.balance.grad_fn.next_functions[0][0].register_hook(lambda *_, log=followed.log: log.append("balance"))
+        loss = x.sum() + a.balance if with_output else a.balance
+        followed.backwards.begin_early(loss)
+        assert followed.backward(loss) == "+a balance -a"

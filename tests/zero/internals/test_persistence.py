@@ -8,10 +8,11 @@ import pytest
 import torch
 from rank_pool import on_ranks
 from saving_kit import OPTIMIZERS, Plain, build, differing, make, plain, train
+from torch import nn
 from zero_kit import ENGINES, equal, parameters_of
 from zero_steps import above, stack, update
 
-from refimpl.comm import FakeCommunicator, RankError, launch
+from refimpl.comm import FakeCommunicator, RankError, launch, simulate
 from refimpl.saving import sharded
 from refimpl.zero import DataParallel, SavedStateError, Zero3
 from refimpl.zero.closed_forms import saved_bytes
@@ -172,3 +173,28 @@ def test_what_is_whole_when_a_load_comes_is_gathered_again(tmp_path):
     engine.forward(x)
     engine.load(tmp_path)
     assert torch.equal(engine.forward(x), plain(comm, 2).forward(x))
+
+
+class WithNone(nn.Module):
+    """One of its parameters has no elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.none = nn.Linear(2, 2), nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x):
+        return self.layer(x).sum() + self.none.sum()
+
+
+def test_what_has_no_elements_is_saved_by_rank_0_at_stage_0():
+    """Its optimizer state, too; then others load it."""
+    def started(comm):
+        engine = DataParallel(WithNone(), comm)
+        update(engine, engine(torch.ones(1, 2)))
+        owned = {shard.spec.name: shard.owned for shard in engine.shards()}
+        return owned["none"], engine.state_dict()
+
+    for world_size in (1, 2):
+        (owned, sd), *others = simulate(started, world_size)
+        assert owned.shape == (0, 3) and all(other is None for other, _ in others)
+        assert sd["model"]["none"].shape == (0, 3) and set(sd["optimizer"]["none"]) == {"step", "exp_avg", "exp_avg_sq"}

@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
+import weakref
 
 import pytest
 import torch
 from rank_pool import on_ranks
 from zero_bodies import tried_again
 from zero_kit import BUCKET, ENGINES, Elsewhere, equal, gradients_of_step, parameters_of, token_batches, train_gpt
-from zero_steps import gpt_engine
+from zero_steps import gpt_engine, stack
 
 from refimpl import memory
 from refimpl.comm import FakeCommunicator
@@ -152,3 +153,17 @@ def test_a_step_that_raised_can_be_tried_again(comm, make, dtype):
     for how in ({}, *([{"store": Elsewhere()}] if make in STAGES else [])):
         engines = gpt_engine(make, comm, dtype), gpt_engine(make, comm, dtype, **how)
         assert tried_again(*engines, number=2 if make in STAGES else 1)
+
+
+def test_gradients_are_gone_after_a_step_and_add_nothing_to_the_next():
+    """With a store, which has forgotten them."""
+    found, x = [], torch.ones(1, 16)
+    for store in (None, Elsewhere()):
+        engine = Zero2(stack(2, 16), FakeCommunicator(0, 1), bucket_bytes=1, store=store)
+        for _ in range(2):
+            engine.backward(engine(x).sum())
+            gradients = [weakref.ref(shard) for shard in engine.update.gradients.values()]
+            engine.step()
+            assert len(gradients) == 2 and not any(shard() is not None for shard in gradients)
+        found.append(parameters_of(engine))
+    assert equal(*found)
