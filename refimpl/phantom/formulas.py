@@ -61,7 +61,7 @@ def attend_backward(d_out, q, k, v, bias, causal, scale, dropout, seed):
     return (d_s @ k_wide.float()).to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype)
 
 
-def _flash(q, k, v, dropout=0.0, causal=False, mask=False, *, scale=None):
+def _flash(q, k, v, dropout=0.0, causal=False, *_, scale=None):
     out, lse, seed = attend(q, k, v, None, causal, scale, dropout)
     return out, lse, None, None, q.shape[2], k.shape[2], torch.stack((seed, seed)), None, None
 
@@ -79,7 +79,7 @@ def _efficient_backward(d_out, q, k, v, bias, out, lse, seed, offset, dropout, w
     return attend_backward(d_out, q, k, v, bias, causal, scale, dropout, seed)
 
 
-def _cudnn(q, k, v, bias, with_lse, dropout=0.0, causal=False, mask=False, *, scale=None):
+def _cudnn(q, k, v, bias, with_lse, dropout=0.0, causal=False, *_, scale=None):
     out, lse, seed = attend(q, k, v, bias, causal, scale, dropout)
     return out, lse.unsqueeze(-1), None, None, q.shape[2], k.shape[2], seed, torch.tensor(0), None
 

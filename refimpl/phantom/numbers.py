@@ -30,7 +30,7 @@ from .status import VARIABLE, libphantom
 
 LIMIT = 256 * 2**20
 missing = {}  # operation → why it has no numbers
-_for_good = []  # the Numbers that `on` has turned on
+_entered = []  # the Numbers that are on, in all threads; those of `on` stay
 PLAIN = (torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)  # of a class that dispatches nothing
 # These make no numbers, or make them by copies, which are real.
 UNTOUCHED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "record_stream", "set_",
@@ -46,10 +46,12 @@ class Numbers(TorchDispatchMode):
 
     def __enter__(self):
         libphantom().phantom_numbers(1)
+        _entered.append(self)
         return super().__enter__()
 
     def __exit__(self, *exception):
-        libphantom().phantom_numbers(bool(_for_good))
+        _entered.remove(self)
+        libphantom().phantom_numbers(bool(_entered))
         return super().__exit__(*exception)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -88,7 +90,7 @@ class Numbers(TorchDispatchMode):
 
 def on():
     """Have numbers for the rest of the process, in all of its threads, and when tensors are printed."""
-    _for_good.append(Numbers().__enter__())
+    Numbers().__enter__()
     print_from_the_host()
     run, compile = threading.Thread._bootstrap_inner, torch.compile
 

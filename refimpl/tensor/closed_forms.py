@@ -23,8 +23,8 @@ def split_block_terms(config, batch, sequence, world_size, dtype, device="cpu", 
     return {term: nbytes if term in whole else nbytes // world_size for term, nbytes in terms.items()}
 
 
-def block_traffic(config, batch, sequence, world_size, itemsize, *, rank=0, by_tokens=False):
-    """Return the Traffic of one block, forward and backward, on `rank` of N = `world_size`.
+def block_traffic(config, batch, sequence, world_size, itemsize, *, by_tokens=False):
+    """Return the Traffic of one block, forward and backward, on each of N = `world_size` ranks.
 
         tensor parallel        4 all_reduces of x: 8 (N−1)/N times its bytes
         sequence parallel      4 all_gathers and 4 reduce_scatters, and 2 all_gathers of what backward gathers again:
@@ -37,8 +37,8 @@ def block_traffic(config, batch, sequence, world_size, itemsize, *, rank=0, by_t
     rows = -(-batch * sequence // N) * N if by_tokens else batch * sequence
     x = rows * config.hidden * itemsize
     if not by_tokens:
-        return Traffic(all_reduce=4 * ring_traffic("all_reduce", x, N, rank, itemsize))
-    vector = ring_traffic("all_reduce", config.hidden * itemsize, N, rank, itemsize)
+        return Traffic(all_reduce=4 * ring_traffic("all_reduce", x, N))
+    vector = ring_traffic("all_reduce", config.hidden * itemsize, N)
     part = ring_traffic("all_gather", x, N)  # and as many in a reduce_scatter
     return Traffic(all_gather=6 * part, reduce_scatter=4 * part, all_reduce=_whole_vectors(config) * vector)
 

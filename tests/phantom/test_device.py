@@ -2,24 +2,10 @@
 
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
 
 from refimpl.phantom import libraries
 
 MIB = 2**20
-SOURCES = Path(libraries.__file__).with_name("device")
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    """libphantom.so of the sources alone."""
-    out = tmp_path_factory.mktemp("device") / "libphantom.so"
-    sources = map(str, SOURCES.glob("*.c"))
-    subprocess.run(["cc", "-shared", *libraries.FLAGS, "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror",
-                    *sources, "-o", str(out), "-lpthread", "-ldl"], check=True)
-    return out
 
 
 def on_a_device(library, program, **environment):

@@ -79,3 +79,24 @@ def test_it_is_never_on_by_itself():
     assert "REFIMPL_PHANTOM" not in os.environ
     assert phantom.words("2.14.1+cu130") == ("PyTorch 2.14.1's allocator on a device without kernels: bytes only, no "
                                              "numbers, no time")
+
+
+def test_numbers_are_turned_on_once_after_torch_is_imported(tmp_path):
+    """In a process that another one started, with packages that say when they are imported; nothing is left in the
+    import system."""
+    (tmp_path / "files").touch()
+    (tmp_path / "torch.py").write_text("print('torch')")
+    (tmp_path / "numbers.py").write_text("print('numbers')")
+    program = f"""
+import sys
+from refimpl import phantom
+before = sys.meta_path[:]
+phantom.load()
+phantom.__path__.insert(0, {str(tmp_path)!r})
+import json, torch
+assert sys.meta_path == before, sys.meta_path
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | {
+        "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT))), phantom.VARIABLE: str(tmp_path),
+        f"{phantom.VARIABLE}_NUMBERS": "1"})
+    assert (done.stdout, done.stderr) == ("torch\nnumbers\n", "")

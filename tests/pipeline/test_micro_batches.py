@@ -1,5 +1,7 @@
 """How a batch is cut, and what each micro-batch's mean loss weighs."""
 
+import math
+
 import pytest
 import torch
 
@@ -21,10 +23,10 @@ def test_a_weight_is_a_share_of_the_targets():
     assert count_targets(torch.zeros(2), targets) == 3
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_counts_that_cannot_be(count):
-    with pytest.raises(ValueError, match=f"have .{count}, {count}. targets"):
-        weights_of(cut(torch.zeros(2), 2), lambda each: count)
+def test_counts_that_cannot_be():
+    for count in (0, -1, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"have .{count}, {count}. targets"):
+            weights_of(cut(torch.zeros(2), 2), lambda each, count=count: count)
 
 
 @pytest.mark.parametrize(("given", "error", "message"), [

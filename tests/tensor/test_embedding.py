@@ -108,3 +108,12 @@ def test_a_wrong_id_never_gives_zeros(token):
         VocabularyParallelEmbedding.of(nn.Embedding(V, C), ALONE)(torch.tensor([1.0]))
     with pytest.raises(ValueError, match="weight has 101 rows: expected 51, rows 50 … 100"):
         VocabularyParallelEmbedding(nn.Parameter(torch.zeros(V, C)), FakeCommunicator(1, 2), V)
+
+
+def test_ids_without_values_are_taken_for_ids_inside():
+    """In a dry run, and on the meta device: what comes out has a shape, and nobody asks for a value."""
+    def shape(device):
+        split = VocabularyParallelEmbedding.of(nn.Embedding(V, C, device=device), FakeCommunicator(1, 2))
+        return split(torch.randint(0, V, (5, 7), device=device)).shape
+
+    assert memory.dry_run(shape, "cpu").result == shape("meta") == (5, 7, C)

@@ -73,5 +73,6 @@ def test_a_version_that_waits_before_the_weights_fails():
 
 def test_the_arithmetic():
     assert closed_forms.column_backward_seconds(2, 3, 2) == (5, 0)
+    assert closed_forms.column_backward_seconds(0.5, 3, 2) == (3.5, 0)
     assert closed_forms.column_backward_seconds(2, 3, 4) == (6, 1)
     assert closed_forms.column_backward_seconds(2, 3, 4, 5) == (9, 4)

@@ -152,7 +152,7 @@ def test_values_of_other_threads_classes_conjugates_and_devices(monkeypatch):
         assert len({tuple(each.tolist()) for each in drawn}) == 4
         assert torch.equal(drawn[2], torch.rand(8, device="cuda:1", generator=own.manual_seed(1)))
     finally:
-        numbers._for_good.pop().__exit__(None, None, None)
+        numbers._entered[0].__exit__(None, None, None)
 
 
 def test_an_operation_without_a_twin_is_named(monkeypatch):
