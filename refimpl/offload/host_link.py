@@ -13,11 +13,12 @@ DEPTH = 2  # copies to the host at a time: the device has the memory of each unt
 class HostLink:
     """Copies between one engine's shards and host memory.
 
-    `locked`: whether that memory is page-locked; what a store below host memory takes and frees is not.
+    `rate`: of a link that is rehearsed on a CPU, a `comm.Link`, or None. `locked`: whether that memory is page-locked;
+    what a store below host memory takes and frees is not.
     `.moved`: bytes copied so far, by direction. `.host_bytes`: host memory taken for gradients and tiles.
     """
 
-    def __init__(self, sub_group_size, rate=None, locked=True):
+    def __init__(self, sub_group_size, rate, locked):
         self.sub_group_size, self.rate, self.locked = sub_group_size, rate, locked
         self.moved, self.host_bytes = dict.fromkeys((TO_HOST, TO_DEVICE), 0), 0
         self._links, self._leaving, self._adding = {}, deque(), deque()  # by device; Copies; HostParts

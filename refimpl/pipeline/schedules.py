@@ -29,7 +29,7 @@ def one_forward_one_backward(ranks, micro_batches):
     return Schedule("1f1b", tuple(map(tuple, orders)), tuple(range(ranks)), micro_batches)
 
 
-def interleaved(ranks, micro_batches, chunks=2):
+def interleaved(ranks, micro_batches, chunks):
     """Return the 1F1B Schedule in which rank r has the stages r, r + p, r + 2p, …: `chunks` of them, v.
 
     Micro-batches go in groups of p: a group through the first stage of a rank, then through its second, and so on.

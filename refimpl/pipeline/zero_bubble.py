@@ -34,7 +34,7 @@ def _handcrafted(name, ranks, micro_batches, step):
                     micro_batches)
 
 
-def interleaved_zero_bubble(ranks, micro_batches, chunks=2):
+def interleaved_zero_bubble(ranks, micro_batches, chunks):
     """Return the interleaved schedule with late Ws, as PyTorch's `ScheduleInterleavedZeroBubble` orders it:
     (v − 1)p + p − 1 − r forwards ahead, r Ws behind, v = `chunks`.
 

@@ -2,7 +2,12 @@
 
 import copy
 import functools
+import gc
+import os
 import pickle
+import signal
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -83,6 +88,24 @@ def test_a_pickled_kernel_and_a_copy_update_as_the_kernel_does(kind):
         ours = numbers(TILE)
         other.update(*ours, None, HYPERS[0])
         assert other.threads == 3 and all(map(torch.equal, ours, expected))
+
+
+def test_a_forked_process_updates_on_threads_of_its_own_and_keeps_none_of_its_parents(monkeypatch):
+    parents = ThreadPoolExecutor(1)
+    monkeypatch.setattr(kernels, "_pools", {os.getpid(): parents})
+    kernel, kept, (ours, expected) = CompiledKernel(3), weakref.ref(parents), (numbers(3 * kernels.PIECE) for _ in "12")
+    TorchKernel(1).update(*expected, None, HYPERS[0])
+    del parents
+    if not (child := os.fork()):
+        status = 1
+        signal.alarm(60)  # who hangs ends
+        try:
+            kernel.update(*ours, None, HYPERS[0])
+            gc.collect()
+            status = int(kept() is not None or not all(map(torch.equal, ours, expected)))
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.fixture

@@ -213,9 +213,12 @@ def test_a_capacity_that_is_too_small_says_the_least_that_would_do(tmp_path):
 def test_a_store_is_closed_once_and_not_used_afterwards(tmp_path):
     store = DiskStore(tmp_path, **SMALL)
     store.close()
-    for call in (store.close, lambda: store.get(0), lambda: store.put(0, [])):
-        with pytest.raises(RuntimeError, match="this DiskStore is closed"):
-            call()
+    with DiskStore(tmp_path, **SMALL) as other:
+        other.put(0, [torch.zeros(3)])
+    for each in (store, other):
+        for call in (each.close, lambda each=each: each.get(0), lambda each=each: each.put(0, [])):
+            with pytest.raises(RuntimeError, match="this DiskStore is closed"):
+                call()
 
 
 def test_a_store_serves_one_engine(store):

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from offload_kit import STAGES, alone, engine_of, train_gpt
+from zero_steps import stack, update
 
 from refimpl.comm import FakeCommunicator
 from refimpl.offload import DiskStore, TieredStore
@@ -32,6 +33,16 @@ def test_bytes_of_the_file_and_of_a_step_are_0_off(make, world, dtype, micro_bat
         options = {"gathers": found[: len(found) // micro_batches]} if make is Zero3 else {}
         expected = disk_store_traffic(engine.buckets, make.stage, micro_batches=micro_batches, **options)
         assert (store.traffic.read - before[0], store.traffic.written - before[1]) == tuple(expected.values())
+
+
+def test_bytes_of_a_file_in_which_places_of_masters_are_taken_again(tmp_path):
+    """Of layers whose masters fill whole blocks, and other ones than their moments and masters do together."""
+    for make in STAGES:
+        for layers in (2, 3):
+            with DiskStore(tmp_path, buffer_bytes=8192) as store:
+                engine = make(stack(layers).bfloat16(), FakeCommunicator(0, 2), bucket_bytes=1, store=store)
+                update(engine, engine(torch.ones(1, 64, dtype=torch.bfloat16)).sum())
+                assert store.file_bytes == disk_store_bytes(engine.buckets, make.stage)
 
 
 @pytest.mark.parametrize("make", [Zero1, Zero2])
