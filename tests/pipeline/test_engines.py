@@ -7,6 +7,7 @@ import torch
 from rank_pool import on_ranks
 from torch import nn
 
+from refimpl.comm import FakeCommunicator
 from refimpl.pipeline import PipelineParallelStage, schedule
 from refimpl.zero import DataParallel, Zero1, Zero2
 
@@ -42,6 +43,20 @@ def test_the_weights_of_one_process(comm, name):
         optimizer.step(), optimizer.zero_grad()
     assert (mine is not None) == (place == 1)
     assert all((a - b).abs().max() <= 1e-12 for a, b in zip(stage.parameters(), whole[place].parameters(), strict=True))
+
+
+def test_an_engine_of_one_stage_has_the_gradients_of_the_whole_batch():
+    """On a rank alone."""
+    for make in ENGINES.values():
+        comm, (stage, whole) = FakeCommunicator(0, 1), (layers()[0] for _ in "12")
+        engine = make(stage, comm, partial(torch.optim.SGD, lr=0.5))
+        pipe = PipelineParallelStage({0: engine}, comm, schedule("1f1b", 1, M), loss=nn.functional.mse_loss)
+        x, y = rows_of(0)
+        pipe.train_step(x, y)
+        engine.step()
+        nn.functional.mse_loss(whole(x), y).backward()
+        torch.optim.SGD(whole.parameters(), lr=0.5).step()
+        assert all((a - b).abs().max() <= 1e-12 for a, b in zip(stage.parameters(), whole.parameters(), strict=True))
 
 
 @on_ranks(2, fails="is trained by DataParallel, and schedule zb-h1 divides its backward")
