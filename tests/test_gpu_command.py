@@ -16,6 +16,7 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
+from patience import slowness
 
 from benchmarks import NAMES, smoke
 
@@ -277,7 +278,8 @@ def test_the_kernels_tests_are_asked_once_and_a_failure_is_told_when_it_happens(
     kernels.write_text("def test_it(cuda):\n    pass\n")
     (kernels.parent / "test_one.py").write_text(
         "import time, pytest\n@pytest.fixture(autouse=True, scope='session')\ndef cuda():\n    pass\n"
-        "def test_first():\n    assert 'the reason' == 1\ndef test_hangs():\n    time.sleep(60)\n")
-    run = begin(checkout, 20, "tests")
-    said, _ = run.communicate(timeout=60)
+        "def test_first():\n    assert 'the reason' == 1\ndef test_hangs():\n    time.sleep(600)\n")
+    limit = 20 * slowness()  # its four workers are to begin within
+    run = begin(checkout, limit, "tests")
+    said, _ = run.communicate(timeout=limit + 60)
     assert run.returncode == 1 and "test_first failed:" in said and "the reason" in said and "stopped after" in said

@@ -106,7 +106,7 @@ def _exact(options, elsewhere):
     said = [f"every tensor of {f'rank 0 of {options.gpus}' if options.gpus > 1 else 'the one rank'}, in a step that is "
             f"not the first: {read}"]
     if options.gpus > 1:
-        said.append(f"another rank holds {elsewhere:,} bytes more, counters of Adam" if elsewhere else
+        said.append(f"another rank holds {elsewhere:,} bytes more of the optimizer's state" if elsewhere else
                     "no other rank holds more")
     return said
 

@@ -18,7 +18,8 @@ from ..model import GPT, built_in
 from ..zero import DataParallel, Zero1, Zero2, Zero3
 from .model_sources import find
 
-COUNTER = 4  # bytes in which Adam counts the steps of a tensor
+# Bytes of fp32 state: of a tensor (in which Adam counts its steps), and of each of its elements.
+STATE = {"adamw": (4, 8), "adamw-fused": (4, 8), "adam": (4, 8), "momentum": (0, 4), "sgd": (0, 0)}
 ENGINES = (DataParallel, Zero1, Zero2, Zero3)
 MAKERS = {
     "adamw": functools.partial(torch.optim.AdamW, foreach=True),
@@ -101,12 +102,13 @@ class _EngineLoop:
 
     def elsewhere(self):
         """Return how many bytes of optimizer state the rank with most has beside this one's. Shards are equal, but for
-        padding in the last, and an Adam counts the steps of each piece of a parameter."""
-        if not self.engine.stage or not self.options.optimizer.startswith("adam"):
+        padding, which has no state, and an Adam counts the steps of each piece of a parameter."""
+        if not self.engine.stage:
             return 0
-        ranks = range(self.engine.comm.world_size)
-        pieces = [sum(len(bucket.pieces(rank)) for bucket in self.engine.buckets) for rank in ranks]
-        return COUNTER * (max(pieces) - pieces[self.engine.comm.rank])
+        counter, each = STATE[self.options.optimizer]
+        states = [sum(counter + each * (piece.end - piece.first) for bucket in self.engine.buckets
+                      for piece in bucket.pieces(rank)) for rank in range(self.engine.comm.world_size)]
+        return max(states) - states[self.engine.comm.rank]
 
 
 def _loss(model, args, kwargs, options):

@@ -140,7 +140,8 @@ class Rows:
                 self._number(each) in self._reduced and dim is None for each, dim in zip(given, dims, strict=True)):
             self.why_not = self.why_not or "a mean or sum over the rows goes back into them"
         if made and not any(found):
-            self._reduced.update(self._number(each) for each in made if each.is_floating_point())
+            self._reduced.update(number for each in made if each.is_floating_point()
+                                 and (number := self._number(each)) not in self.of)  # a view of rows has them
 
 
 def _twice(func, args, kwargs, given, dims, made):
@@ -181,4 +182,4 @@ def _plain(tree):
 
 def _cat_dim(args, kwargs, given):
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    return dim % max(given[0].ndim, 1)
+    return dim % max(1, *(each.ndim for each in given))  # an empty one, as of a new cache, may have one dimension

@@ -24,6 +24,8 @@ PLAIN = [
 STATE = 5056  # bytes of the CPU generator's state
 ON_RANKS = [(name, {"zero": zero, "gpus": 2, "batch": 2, "precision": "bf16" if name == "llama" else "fp32"})
             for name in ("gpt", "gpt2", "llama") for zero in range(4)]
+ON_RANKS += [("regression", {"zero": zero, "gpus": 2, "batch": 2, "optimizer": optimizer})
+             for zero, optimizer in ((1, "adamw"), (2, "momentum"), (3, "adam"))]
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,9 @@ from typing import NamedTuple
 
 from ... import catalog
 from . import batches, head, packed, recomputed, states, tiles
-from .found import Found, Help
+from .found import LOOSE, SURELY, Found, Help
 
 RANKS = states.RANKS
-SURELY, LOOSE = 1.05, 1.3  # times what is saved: up to there a saving is exact, a bound is near
 
 
 class Technique(NamedTuple):

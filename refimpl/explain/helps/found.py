@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+SURELY, LOOSE = 1.05, 1.3  # times what is saved: up to there a saving is exact, a bound is near
 RETAINED = "graphs outlive their backward (retain_graph=True): when it would be dropped is not known"
 
 

@@ -20,6 +20,6 @@ for _ in range(6):
     loss.backward()
     optimizer.step()
     with torch.no_grad():
-        for slow, fast in zip(teacher.parameters(), student.parameters()):
+        for slow, fast in zip(teacher.parameters(), student.parameters(), strict=True):
             slow.mul_(0.99).add_(fast, alpha=0.01)
         centre = 0.9 * centre + 0.1 * teacher(x).mean(0)
