@@ -13,7 +13,7 @@ PUSHED = ("closures", "given_up", "graph", "input_gradients", "log_probabilities
 NO_OPTIMIZER = ("by_hand",)
 
 
-@pytest.mark.parametrize("name", [name if name in PUSHED else pytest.param(name, marks=pytest.mark.nightly)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.core if name in PUSHED else pytest.mark.nightly)
                                   for name in ALL])
 def test_the_total_is_the_allocator_s(name):
     made = run(Script(PROGRAMS / f"{name}.py"), 2)
