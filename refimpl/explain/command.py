@@ -25,8 +25,9 @@ def add_arguments(parser):
     parser.add_argument("--out", metavar="FOLDER", help="write explain.html, .png and .json, and timeline.html there")
     parser.add_argument("--try", dest="switch", metavar="NAME", choices=SWITCHES,
                         help=f"run with a technique switched on from outside: {', '.join(SWITCHES)}")
-    parser.add_argument("script", metavar="SCRIPT", help="a training script, run as it is")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own")
+    # PARSER takes all that follows. With a REMAINDER after it argparse drops a "--", which is the script's own.
+    parser.add_argument("script", nargs=argparse.PARSER, metavar="SCRIPT",
+                        help="a training script, run as it is; what follows are its own arguments")
 
 
 def _count(text):
@@ -38,7 +39,8 @@ def _count(text):
 def run(arguments, parser):
     """Run the script, print its explanation and end with its status: 0 once its steps are made."""
     try:
-        script = Script(arguments.script, arguments.arguments)
+        path, *own = arguments.script[arguments.script[0] == "--" :]
+        script = Script(path, own)
     except OSError as error:
         refuse(parser, error)
 
@@ -58,7 +60,7 @@ def _without(arguments):
     """Explain the script as it is, in a process of its own, and return what its JSON has."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "refimpl", "explain", "--steps", str(arguments.steps), "--out", folder]
-        done = subprocess.run([*command, arguments.script, *arguments.arguments], stdout=subprocess.DEVNULL)
+        done = subprocess.run([*command, *arguments.script], stdout=subprocess.DEVNULL)
         if done.returncode:
             sys.exit(done.returncode)
         return json.loads((Path(folder) / "explain.json").read_text(encoding="utf-8"))
@@ -72,16 +74,19 @@ def say(made, folder=None, before=None):
     explanation = Explanation(made)
     print_text(f"\n{explanation}", flush=True)
     if made.switched is not None:
-        print_text(f"\n{_compared(explanation, made.switched, before)}")
+        print_text(f"\n{_compared(explanation, made, before)}")
     if folder is not None:
         for path in write(explanation, folder):
             print_text(f"wrote {one_line(path)}")
 
 
-def _compared(explanation, switched, before):
-    title = next(technique.title for technique in TECHNIQUES if technique.name == switched.name)
+def _compared(explanation, made, before):
+    switched = made.switched
+    title, cost = next((each.title, each.cost) for each in TECHNIQUES if each.name == switched.name)
     if not switched.applied:
         return f"not switched on ({title}): {(switched.refused or ['no model ran'])[0]}"
+    if made.status and "peak" in before:  # such as a metric, of logits that are not made
+        return f"switched on: {title}. The script, which runs without it, {made.words}. What it costs: {cost}"
     if "peak" not in before:
         return f"switched on: {title}"
     promised = next(each for each in before["helps"] if each["name"] == switched.name)

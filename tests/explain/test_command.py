@@ -70,3 +70,11 @@ def test_what_makes_no_sense_is_refused(capsys, arguments, words):
     with pytest.raises(SystemExit) as done:
         cli.main(["explain", *arguments])
     assert done.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_what_follows_the_script_is_its_own_with_two_dashes_too(tmp_path, capsys):
+    (tmp_path / "train.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    cli.main(["explain", str(tmp_path / "train.py"), "--", "--steps", "9"])
+    assert "['--', '--steps', '9']" in capsys.readouterr().out
+    cli.main(["explain", "--", str(tmp_path / "train.py"), "x"])
+    assert "['x']" in capsys.readouterr().out

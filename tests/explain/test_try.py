@@ -20,6 +20,19 @@ for _ in range(9):
     optimizer.step()
     optimizer.zero_grad()
 """
+METRIC = """
+import outside, torch
+from transformers import GPT2Config, GPT2LMHeadModel
+model = GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=32, n_embd=32, n_layer=1, n_head=2))
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    tokens = torch.randint(512, (4, 32))
+    out = model(input_ids=tokens, labels=tokens)
+    right = (out.logits.argmax(-1)[:, :-1] == tokens[:, 1:]).float().mean()
+    out.loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 SAID = re.compile(r"was ([\d,]+) bytes without it and is ([\d,]+): (-?[\d,]+) bytes saved; (at most )?([\d,]+) were "
                   r"promised, (.*)")
 
@@ -75,7 +88,19 @@ def test_a_technique_that_does_nothing_is_called_so(tried, monkeypatch):
     """The mutant: it is said to be on, and saves nothing."""
     monkeypatch.setitem(switch.SWITCHES, "recompute", lambda model, stack: None)
     saved, _, verdict = tried("recompute")
-    assert saved == 0 and verdict.endswith("the promise was wrong")
+    assert saved == 0 and verdict == "100.0% off: the promise was wrong"
+
+
+def test_a_metric_that_needs_logits_is_said_to_be_what_the_technique_costs(tmp_path, capsys):
+    """The script's own error is written, and the last line says which technique made it one."""
+    path = tmp_path / "train.py"
+    path.write_text(METRIC)
+    with pytest.raises(SystemExit) as done:
+        cli.main(["explain", "--try", "logits", str(path)])
+    said = capsys.readouterr()
+    assert done.value.code == 1 and "out.logits.argmax(-1)" in said.err
+    assert "The script, which runs without it, failed: " in said.out
+    assert said.out.strip().endswith("What it costs: no logits for metrics")
 
 
 def test_what_cannot_be_switched_on_says_why(before, monkeypatch, capsys):
