@@ -8,6 +8,7 @@ import torch
 
 from refimpl import memory
 from refimpl.memory.trace import Op, StorageRecord, Trace
+from refimpl.memory.tracking.taking import NOT_COUNTED
 from refimpl.memory.workspaces import WORKSPACE, _workspace
 from refimpl.model import GPT, GPTConfig
 
@@ -53,6 +54,32 @@ def test_with_them_a_training_step_reads_what_the_allocator_reads(dtype, dropout
     assert abs(both.peak.total - both.start.total - m.peak) <= scalars
     taken = {r.op for r in both.records if r.mark == WORKSPACE and r.nbytes > scalars}
     assert dtype is torch.float32 or taken <= {"mm", "addmm", "bmm", "native_layer_norm_backward", "sum"}
+
+
+def encoder():
+    with torch.no_grad():
+        torch.nn.TransformerEncoderLayer(64, 4, 256, batch_first=True).eval()(torch.ones(8, 64, 64))
+
+
+def recurrent():
+    torch.nn.LSTM(32, 64)(torch.ones(16, 4, 32))[0].sum().backward()
+
+
+def expanded_gelu():
+    torch.nn.functional.gelu(torch.ones(64, 64, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.parametrize(("program", "names"), [
+    (encoder, {"_transformer_encoder_layer_fwd"}), (recurrent, {"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"}),
+    (expanded_gelu, {"gelu_backward"}), (lambda: torch.ones(999).sort(), {"sort"}),
+    (lambda: torch.ones(9, 9, requires_grad=True).sum().backward(), set())])
+def test_a_note_names_the_kernels_that_take_workspaces(program, names):
+    program()
+    with memory.track() as t, memory.measure("cpu") as m:
+        program()
+    said = [note for note in t.notes if note.startswith(NOT_COUNTED)]
+    assert set(" ".join(said).partition("inside ")[2].partition(";")[0].split(", ")) - {""} == names
+    assert {r.op for r in memory.with_workspaces(t, m).records if r.mark == WORKSPACE and r.nbytes >= 1024} == names
 
 
 def step():

@@ -22,10 +22,11 @@ _TAKING = dict.fromkeys((aten.convolution.default, aten.convolution_backward.def
 _TAKING |= dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), 2)
 # Operations whose kernels take workspaces in any case, on a CPU.
 _ALWAYS = frozenset("""
-    _chunk_cat _ctc_loss _ctc_loss_backward _fft_c2c _fft_c2r _fft_r2c _unsafe_masked_index
-    _unsafe_masked_index_put_accumulate _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward histc isin isinf
-    kthvalue linalg_eig linalg_inv_ex linalg_matrix_exp linalg_pinv _linalg_eigh _linalg_svd masked_select
-    native_dropout_backward sort logsumexp""".split())
+    _chunk_cat _ctc_loss _ctc_loss_backward _fft_c2c _fft_c2r _fft_r2c histc isin isinf kthvalue linalg_eig
+    _linalg_eigh linalg_inv_ex linalg_matrix_exp linalg_pinv _linalg_svd logsumexp masked_select mkldnn_rnn_layer
+    mkldnn_rnn_layer_backward native_dropout_backward _native_multi_head_attention sort
+    _transformer_encoder_layer_fwd _unsafe_masked_index _unsafe_masked_index_put_accumulate _upsample_bilinear2d_aa
+    _upsample_bilinear2d_aa_backward""".split())
 # Those whose kernels copy what is not contiguous, such as the gradient of a sum, or an image with channels last.
 _COPYING = frozenset("""
     _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _cdist_forward _cdist_backward
