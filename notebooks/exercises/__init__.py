@@ -113,6 +113,9 @@ def _choose_kernels():
             getattr(torch, name)(torch.full((1,), 0.5, dtype=dtype))
 
 
+_choose_kernels()  # of the page's own process; `_quietly` does it in others
+
+
 def _quietly(rank, function, *args):
     """Return (what a function returned, the sentence of its Complaint or None, what it printed)."""
     _choose_kernels()

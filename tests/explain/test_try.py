@@ -91,10 +91,11 @@ def test_a_technique_that_does_nothing_is_called_so(tried, monkeypatch):
     assert saved == 0 and verdict == "100.0% off: the promise was wrong"
 
 
-def test_a_metric_that_needs_logits_is_said_to_be_what_the_technique_costs(tmp_path, capsys):
+def test_a_metric_that_needs_logits_is_said_to_be_what_the_technique_costs(tmp_path, monkeypatch, capsys):
     """The script's own error is written, and the last line says which technique made it one."""
     path = tmp_path / "train.py"
     path.write_text(METRIC)
+    monkeypatch.setattr(command, "_without", lambda arguments: {"peak": 1})
     with pytest.raises(SystemExit) as done:
         cli.main(["explain", "--try", "logits", str(path)])
     said = capsys.readouterr()
