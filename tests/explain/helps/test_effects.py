@@ -1,0 +1,51 @@
+"""The table of what each technique does to the bytes of a step."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from refimpl.common.ledger import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES
+from refimpl.explain.helps import TECHNIQUES
+from refimpl.explain.helps.effects import EFFECTS
+from refimpl.explain.recorded_timeline import RecordedTimeline
+from refimpl.memory.storage_records import FORWARD, STEP
+
+HELD = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE, ACTIVATIONS, TEMPORARIES, TEMPORARIES)
+PHASES = (FORWARD,) * 4 + (STEP, FORWARD)
+
+
+def by_hand():
+    """Make a timeline of a storage of each category and an update's temporary, of 80 bytes and so on."""
+    timeline = object.__new__(RecordedTimeline)
+    timeline.categories, timeline.rows = list(HELD), 20
+    timeline.records = [SimpleNamespace(shape=(8,), phase=phase, born=i + 1, op="mul", module="", dtype="float32")
+                        for i, phase in enumerate(PHASES)]
+    timeline.born, timeline.freed = np.arange(1, 7), np.arange(11, 17)
+    timeline.nbytes = np.array([80, 88, 96, 104, 112, 120])
+    timeline.trace = SimpleNamespace(first_call=0)
+    timeline.recording = SimpleNamespace(models=[], calls=[])
+    return timeline
+
+
+@pytest.mark.parametrize(("name", "spans"), [
+    ("zero1", [(3, 13, -84), (5, 15, -112)]),
+    ("zero2", [(2, 12, -77), (3, 13, -84), (5, 15, -112)]),
+    ("zero3", [(1, 11, -70), (2, 12, -77), (3, 13, -84), (5, 15, -112)]),
+    ("offload", [(2, 12, -88), (3, 13, -96), (5, 15, -112)]),
+    ("data", [(4, 14, -91), (6, 16, -105)]),
+    ("tensor", [(1, 11, -70), (2, 12, -77), (3, 13, -84), (4, 14, -91), (5, 15, -112), (6, 16, -105)]),
+])
+def test_the_spans_are_those_by_hand(name, spans):
+    assert sorted(EFFECTS[name](by_hand()).spans) == spans
+
+
+def test_what_is_not_there_is_said():
+    timeline = by_hand()
+    timeline.nbytes[2] = 0
+    assert EFFECTS["zero1"](timeline) == f"there is nothing of {OPTIMIZER_STATE}"
+    assert EFFECTS["chunks"](timeline) == "no model ran"
+
+
+def test_every_technique_has_its_row():
+    assert list(EFFECTS) == [technique.name for technique in TECHNIQUES]
