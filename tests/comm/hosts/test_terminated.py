@@ -43,7 +43,9 @@ def test_what_handles_sigterm_stays():
         found.close()
     finally:
         signal.signal(signal.SIGTERM, own)
-    threading.Thread(target=lambda: Terminated().close()).start()
+    thread = threading.Thread(target=lambda: Terminated().close())
+    thread.start()
     found = Terminated()
     found.close()
+    thread.join()
     assert signal.getsignal(signal.SIGTERM) is before
