@@ -1,6 +1,5 @@
 """The class that `architectures` names is built, or refused: counts of published weights, batches, sentences."""
 
-import json
 
 import outside  # noqa: F401 - so that transformers can be imported
 import pytest
@@ -51,15 +50,6 @@ PUBLISHED = {
         "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
         "num_local_experts": 8, "max_position_embeddings": 32768}),
 }
-
-
-@pytest.fixture
-def written(tmp_path):
-    """A function that writes a config.json and returns its path."""
-    def write(config):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        return str(tmp_path / "config.json")
-    return write
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -1,6 +1,5 @@
 """A config.json: counts of published weights, by transformers and our GPT; keys that are unknown; what is refused."""
 
-import json
 import sys
 
 import outside  # noqa: F401 - so that transformers can be imported
@@ -32,15 +31,6 @@ PUBLISHED = {  # sizes of the published config.json
                     "intermediate_size": 4096, "tie_word_embeddings": False},
     "gpt2": {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12,
              "n_head": 12}}
-
-
-@pytest.fixture
-def written(tmp_path):
-    """A function that writes a config.json and returns its path."""
-    def write(config):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        return str(tmp_path / "config.json")
-    return write
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
