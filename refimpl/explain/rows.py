@@ -140,8 +140,7 @@ class Rows:
                 self._number(each) in self._reduced and dim is None for each, dim in zip(given, dims, strict=True)):
             self.why_not = self.why_not or "a mean or sum over the rows goes back into them"
         if made and not any(found):
-            self._reduced.update(number for each in made if each.is_floating_point()
-                                 and (number := self._number(each)) not in self.of)  # a view of rows has them
+            self._reduced.update(self._number(each) for each in made if each.is_floating_point())
 
 
 def _twice(func, args, kwargs, given, dims, made):
