@@ -14,9 +14,9 @@ nothing, each with the reason.
 """
 
 import argparse
+import hashlib
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -25,6 +25,7 @@ import tempfile
 import tomllib
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -82,21 +83,28 @@ def beside(file):
 
 
 def draw(files, count, seed):
-    """Draw mutants: of each package as many as its share of lines, at least one; the kinds of fault by turns."""
+    """Draw mutants: of each package as many as its share of lines, at least one; the kinds of fault by turns.
+
+    A fault's lot is its own: what is drawn stays drawn, whatever is written elsewhere.
+    """
     packages = defaultdict(list)
     for path in files:
         packages[package_of(path.relative_to(ROOT).as_posix())].append(path)
     sizes = {name: sum(len(path.read_bytes().splitlines()) for path in paths) for name, paths in packages.items()}
     drawn = []
     for name, paths in sorted(packages.items()):
-        chance, kinds = random.Random(f"{seed} {name}"), defaultdict(list)
+        kinds = defaultdict(list)
         for mutant in (each for path in paths for each in mutants_of(path, ROOT)):
             kinds[mutant.kind].append(mutant)
-        shuffled = [chance.sample(each, len(each)) for _, each in sorted(kinds.items())]
+        shuffled = [sorted(each, key=partial(_lot, seed)) for _, each in sorted(kinds.items())]
         by_turns = [each[turn] for turn in range(max(map(len, shuffled), default=0)) for each in shuffled
                     if turn < len(each)]
         drawn += by_turns[: max(1, round(count * sizes[name] / sum(sizes.values())))]
     return drawn
+
+
+def _lot(seed, mutant):
+    return hashlib.sha256(f"{seed} {mutant.file} {mutant.text} {mutant.change}".encode()).digest()
 
 
 def package_of(file):

@@ -20,12 +20,13 @@ from ..untrusted.files import text_of
 from ..untrusted.text import one_line, print_text, refuse, shown
 from .explanation import Explanation
 from .script import Function, Script
+from .script_run import STEPS
 from .script_run import run as run_script
 
 EXAMPLE = """FILE says what to run:
   script = "train.py"            # or: function = "steps.py:step"; beside FILE
   arguments = ["--rows", "8"]    # the script's own
-  steps = 2                      # optimizer steps
+  steps = 3                      # optimizer steps
   tolerance = 0.02               # share by which the peak may grow"""
 KEYS = {"script": "a path, as \"train.py\"", "function": "a function in a file, as \"steps.py:step\"",
         "arguments": "a list of texts, as [\"--rows\", \"8\"]",
@@ -45,7 +46,7 @@ class CheckFile:
     script: str | None = None
     function: str | None = None
     arguments: list = field(default_factory=list)
-    steps: int = 2
+    steps: int = STEPS
     tolerance: float = 0.02
     recorded: dict = field(default_factory=dict)
 

@@ -13,15 +13,16 @@ from .explanation import Explanation
 from .helps import TECHNIQUES
 from .report_files import write
 from .script import Script
+from .script_run import STEPS
 from .script_run import run as run_script
 from .switch import SWITCHES
 
 
 def add_arguments(parser):
     """Add the command's arguments to an argparse parser. What follows SCRIPT is the script's own."""
-    parser.add_argument("--steps", type=_count, default=2, metavar="K",
-                        help="end the script after K steps of its optimizers; default: 2, the first of which makes the "
-                             "optimizer's state")
+    parser.add_argument("--steps", type=_count, default=STEPS, metavar="K",
+                        help=f"end the script after K steps of its optimizers; default: {STEPS}, as many as show what "
+                             "grows from step to step")
     parser.add_argument("--out", metavar="FOLDER", help="write explain.html, .png and .json, and timeline.html there")
     parser.add_argument("--try", dest="switch", metavar="NAME", choices=SWITCHES,
                         help=f"run with a technique switched on from outside: {', '.join(SWITCHES)}")

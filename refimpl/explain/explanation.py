@@ -15,10 +15,12 @@ from .recorded_timeline import RecordedTimeline
 
 if TYPE_CHECKING:
     from ..memory.trace import Moment
+    from .kept import Held
     from .script_run import Run
 
 VIEWS = ("module", "line", "tensor")
 ROWS = 8
+NOTED, SHOWN = 0.001, 0.01  # shares of the peak: what grows by less is a note, what is kept is not shown below
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, inside a path
 
 
@@ -75,6 +77,17 @@ class Explanation:
         return [(f"{name}  × {counts[name]}" if counts[name] > 1 else name, n) for name, n in sums.most_common(ROWS)]
 
     @property
+    def grows(self) -> list["Held"]:
+        """Return what each step leaves more than the one before, as Held; what is less than a thousandth of the peak
+        is a note."""
+        return [each for each in self.run.recording.grows or () if each.nbytes >= self.timeline.peak * NOTED]
+
+    @property
+    def kept(self) -> list["Held"]:
+        """Return what outlives its step and belongs to the script, as Held, where it has a hundredth of the peak."""
+        return [each for each in self.run.recording.kept if each.nbytes >= self.timeline.peak * SHOWN]
+
+    @property
     def notes(self) -> list[str]:
         """Return sentences on what the figures leave out."""
         found = list(self.trace.notes)
@@ -83,6 +96,8 @@ class Explanation:
         whole = self.trace.peak_moment()
         if whole.phase == BUILD and whole.ledger.total > self.timeline.peak:
             found.append(f"building the model took more, {whole.ledger.total:,} bytes, after {whole.operation}")
+        found += [f"grows by {each.nbytes:,} bytes a step, less than a thousandth of the peak: {each}"
+                  for each in self.run.recording.grows or () if each not in self.grows]
         if not self.run.by_class and not cure:
             found.append("no optimizer of torch.optim made a step here: this is no training, or it steps elsewhere (in "
                          "other processes or threads, or by an optimizer of its own)")
@@ -99,8 +114,14 @@ class Explanation:
             return "\n".join([head, "it made no tensor in this process", *notes])
         moment = self.moment
         where = one_line(f"after {moment.operation} in {moment.module or 'no module'}, {moment.phase}")
-        parts = [head, f"peak on {self.trace.device}: {human(moment.ledger.total)}, {where}\n\n{moment.ledger}"]
+        grows = [one_line(f"grows by {each.nbytes:,} bytes a step: {each}") + (f"\n  {each.cure}" if each.cure else "")
+                 for each in self.grows]
+        parts = ["\n".join([head, *grows]),
+                 f"peak on {self.trace.device}: {human(moment.ledger.total)}, {where}\n\n{moment.ledger}"]
         parts += [f"by {by}\n{_rows(self.top(by))}" for by in VIEWS]
+        if self.kept:
+            rows = _rows([(f"{each}{f': {each.cure}' if each.cure else ''}", each.nbytes) for each in self.kept])
+            parts.append(f"what your script keeps from step to step\n{rows}")
         if self.arithmetic:
             parts.append(f"what the arithmetic leaves out\n{_indented(str(self.arithmetic))}")
         if self.helps:
@@ -119,11 +140,18 @@ class Explanation:
                   "operation": moment.operation, "module": moment.module,
                   "phase": moment.phase,
                   "ledger": dict(moment.ledger),
+                  "grows": None if self.run.recording.grows is None else _held(self.run.recording.grows),
+                  "kept": _held(self.run.recording.kept),
                   "top": {by: [[name, nbytes] for name, nbytes in self.top(by)] for by in VIEWS}}
         if rest:
             found["arithmetic"] = {"terms": rest.terms, "expected": rest.expected, "rest": rest.rest,
                                    "beyond": rest.beyond}
         return found | {"helps": [each._asdict() for each in self.helps]}
+
+
+def _held(rows):
+    return [{"bytes": each.nbytes, "lines": list(map(str, each.lines)), "holder": each.holder, "cure": each.cure}
+            for each in rows]
 
 
 def _rows(rows):

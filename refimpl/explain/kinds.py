@@ -14,7 +14,7 @@ SCORES = "attention scores, tokens × tokens"
 SCORE_GRADIENTS = "gradients of attention scores"
 COPIES = "second copies of gradients"
 CASTS = "16-bit casts of weights"
-BEFORE = "tensors from before the first forward, as a data set"
+KEPT = "kept by your script: losses, data set, buffers, copies"
 UPDATE = "temporaries of the optimizer's update"
 BLOCKS = "activations of the repeated blocks"
 OTHER_ACTIVATIONS = "other activations"
@@ -30,7 +30,7 @@ class Kinds:
 
     def __init__(self, timeline):
         self._records, self._categories = timeline.records, timeline.categories
-        models, self._begin = timeline.recording.models, timeline.trace.first_call or 0
+        models, self._timeline = timeline.recording.models, timeline
         self._parameters = set().union(*(model.shapes for model in models))
         self._parameters |= {shape[::-1] for shape in self._parameters if len(shape) == 2}
         self._blocks = tuple(path for model in models for path in model.blocks)
@@ -52,8 +52,8 @@ class Kinds:
             named = self._like_a_parameter(record, category)
             if named:
                 return named
-        if record.born < self._begin and category == TEMPORARIES:
-            return BEFORE
+        if self._timeline.outlives(i) or (record.born < self._timeline.window.start - 1 and category == TEMPORARIES):
+            return KEPT
         at_home = record.module in self._blocks or record.module.startswith(self._beginnings)
         if len(shape) > 1 and shape[-1] in self.widths and shape not in self._parameters and not at_home:
             return _of_loss(record)

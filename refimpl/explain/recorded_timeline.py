@@ -88,6 +88,16 @@ class RecordedTimeline:
         begins = [self.window.start, *ends[:-1]]
         return [(begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]
 
+    def outlives(self, i):
+        """Tell whether a record is there when the step after the one that made it ends."""
+        ends = self._ends
+        made_in = int(np.searchsorted(ends, self.born[i]))
+        return made_in + 1 < len(ends) and self.freed[i] > ends[made_in + 1]
+
+    @cached_property
+    def _ends(self):
+        return [self.window.start, *(end for _, end in self.steps)]
+
     def step_of(self, row):
         """Return the step (first row, row after the last) that a row is in."""
         return next((step for step in self.steps if step[0] <= row < step[1]), (self.window.start, self.rows))

@@ -19,6 +19,7 @@ from ..memory.tracker import Tracker
 from ..memory.tracking import listeners
 from ..memory.workspaces import with_those_of_a_log, with_unseen
 from .allocator_log import AllocatorLog
+from .kept import StepEnds
 from .models import ModelFacts, OptimizerFacts
 from .rows import Rows
 
@@ -55,6 +56,8 @@ class ScriptRecording:
     waiting: int = 0  # parameters that want gradients, and are in no optimizer that stepped
     rows: dict = field(default_factory=dict)  # numbers of the records that grow with the rows of their batch
     why_whole: str | None = None  # why batches cannot be cut
+    grows: list | None = None  # Held: what each step leaves more than the one before; None if that is not known
+    kept: list = field(default_factory=list)  # Held: what outlives its step
 
 
 class ScriptRecorder:
@@ -75,6 +78,7 @@ class ScriptRecorder:
         self._log, self.rows = AllocatorLog(), Rows(self._tracker)
         self._tracker.on_operation = self.rows.follow
         self._of_this_step = 0  # the first record that was made after the last step
+        self._ends, self._outlived = StepEnds(), (None, [])
 
     def __enter__(self):
         self._tracker.__enter__()
@@ -147,10 +151,16 @@ class ScriptRecorder:
         """Note the end of a step, and what the optimizer is."""
         self.steps.append(len(self._tracker.ops))
         self._of_this_step = len(self._tracker.records)
+        self._ends.ended(optimizer, self._of_this_step)
         if optimizer not in self._known:
             self._known.add(optimizer)
             self.optimizers.append(OptimizerFacts.of(optimizer))
             self._updated.update((p, None) for group in optimizer.param_groups for p in group["params"])
+
+    def end(self):
+        """Note that the last step has ended: what outlived its step is alive now."""
+        self.stop()
+        self._outlived = self._ends.outlived(self._tracker)
 
     def stop(self):
         """Note that what follows is no part of the recording."""
@@ -176,7 +186,8 @@ class ScriptRecorder:
         if self._log.events is not None and trace.device == "cpu":
             trace = with_those_of_a_log(with_unseen(trace, self._log.events), self._log.events)
         return ScriptRecording(trace, self.steps, self.calls, self.wanting, self.models,
-                               self.optimizers, self._cuda, self._waiting, self.rows.of, self.rows.why_not)
+                               self.optimizers, self._cuda, self._waiting, self.rows.of, self.rows.why_not,
+                               *self._outlived)
 
 
 class _Before:

@@ -44,15 +44,19 @@ def page(explanation, picture, timeline):
     moment, run = explanation.moment, explanation.run
     where = (f"after <code>{escape(moment.operation)}</code> in <code>{escape(moment.module or 'no module')}</code>, "
              f"{escape(moment.phase)}")
+    grows = "".join(f"<p><b>Grows by {each.nbytes:,} bytes a step</b>: {escape(str(each))}. {escape(each.cure)}</p>"
+                    for each in explanation.grows)
     encoded = base64.b64encode(picture).decode()
     device = escape(str(explanation.trace.device))
     parts = [f"<h1>{escape(Path(run.name).name)}</h1><p>{escape(run.words)}. Peak on {device}: "
-             f"<b>{human(moment.ledger.total)}</b>, {where}.</p>",
+             f"<b>{human(moment.ledger.total)}</b>, {where}.</p>{grows}",
              f"<img alt=\"Bytes by category at the peak, and after every operation\" "
              f"src=\"data:image/png;base64,{encoded}\">",
              f"<p><a href=\"{escape(quote(timeline))}\">Every tensor, over time</a></p>",
              _section("The ledger at the peak", [(name, nbytes) for name, nbytes in moment.ledger.items()])]
     parts += [_section(f"By {by}", explanation.top(by)) for by in ("module", "line", "tensor")]
+    parts.append(_section("What your script keeps from step to step",
+                          [(f"{each}. {each.cure}", each.nbytes) for each in explanation.kept]))
     rest = explanation.arithmetic
     if rest:
         rows = [(rest.terms, rest.expected), *rest.rest, ("all of it: the peak", rest.peak), *rest.beyond]

@@ -15,6 +15,8 @@ from .switch import Switched
 if TYPE_CHECKING:
     from .script import Script
 
+STEPS = 3  # the first makes the optimizer's state; what the second leaves and the third leaves again grows
+
 
 @dataclass
 class Run:
@@ -53,7 +55,7 @@ class Run:
         return f"{how}, after {made}" + (f" ({self.limit} were asked for)" if self.by_class else "")
 
 
-def run(script: "Script", steps: int = 2, switch: Any = None, report: Any = None) -> Run:
+def run(script: "Script", steps: int = STEPS, switch: Any = None, report: Any = None) -> Run:
     """Run a Script or Function for `steps` optimizer steps and return the Run. What it writes to stderr is written.
 
     `switch`: a technique to switch on. `report(run)` is called in place of a return, and the process ends, if the
@@ -76,7 +78,7 @@ def run(script: "Script", steps: int = 2, switch: Any = None, report: Any = None
 
     with switched or nullcontext():
         recorder = ScriptRecorder(switched.on_model if switched else None)
-        counter = Steps(steps, recorder.stepped, recorder.stop, caught)
+        counter = Steps(steps, recorder.stepped, recorder.end, caught)
         with recorder, counter:
             ending = script.run()
     if ending.text and not counter.done:

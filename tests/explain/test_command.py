@@ -43,7 +43,7 @@ def test_a_script_is_explained_and_written(tmp_path):
     done = explain("--out", "report", "train.py", "--out", "its own", folder=tmp_path)
     assert done.returncode == 0 and "not reached" not in done.stdout and done.stdout.endswith("at exit\n"), done.stderr
     said = done.stdout
-    assert "train.py: 2 steps of AdamW, then ended" in said and "log-probabilities, kept by the loss" in said
+    assert "train.py: 3 steps of AdamW, then ended" in said and "log-probabilities, kept by the loss" in said
     assert "train.py:" in said.partition("by line")[2], "the script's own lines"
     found = json.loads((tmp_path / "report" / "explain.json").read_text())
     assert found["peak"] == sum(found["ledger"].values())

@@ -33,10 +33,10 @@ def ran(tmp_path):
     return ran
 
 
-def test_two_steps_are_run_unless_told_otherwise(tmp_path):
+def test_three_steps_are_run_unless_told_otherwise(tmp_path):
     (tmp_path / "train.py").write_text(MODEL + "for _ in range(9): step()")
     made = run(Script(tmp_path / "train.py"))
-    assert (made.by_class, made.limit, len(made.recording.steps)) == ({"Adam": 2}, 2, 2)
+    assert (made.by_class, made.limit, len(made.recording.steps)) == ({"Adam": 3}, 3, 3)
 
 
 @pytest.fixture

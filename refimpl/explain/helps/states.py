@@ -1,7 +1,7 @@
 """What the rows of EFFECTS name: storages, their rows, why a technique saves nothing, and rules that are no row."""
 
 from ...common.ledger import ACTIVATIONS, GRADIENTS, INPUTS, TEMPORARIES
-from ..kinds import BEFORE, COPIES, UPDATE, Kinds
+from ..kinds import COPIES, KEPT, UPDATE, Kinds
 from .found import Found
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
@@ -45,7 +45,7 @@ def half_precision(timeline):
         record = timeline.records[i]
         if record.dtype in ("bfloat16", "float16") and record.op in PRODUCTS and timeline.categories[i] == ACTIVATIONS:
             return "matrix products run in 16 bits already"
-        if record.dtype == "float32" and kinds[i] not in (UPDATE, BEFORE):
+        if record.dtype == "float32" and kinds[i] not in (UPDATE, KEPT):
             first, after, nbytes = timeline.whole(i)
             spans.append((first, after, nbytes if kinds[i] == COPIES else nbytes // 2))
         elif record.op.startswith("mkldnn_rnn"):  # what an LSTM keeps for itself: in 16 bits another kernel runs

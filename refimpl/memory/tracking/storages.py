@@ -233,6 +233,10 @@ class StorageMode(Trace, TorchDispatchMode):
                  if tensor.layout is _STRIDED and not is_functorch_wrapped_tensor(tensor))
         return {entry[0] for entry in found if entry is not None}
 
+    def alive(self) -> dict[int, int]:
+        """Return {the storage's `_cdata`: the number of its record} of all that are alive now."""
+        return {key: number for key, (number, _) in list(self._alive.items())}
+
     def tensor_made(self, name: str, tensor: torch.Tensor) -> None:
         """Note a tensor that a call made without an operation."""
         self._record(name, tensor)

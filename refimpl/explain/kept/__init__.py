@@ -1,0 +1,5 @@
+"""What outlives its step: bytes that grow from step to step, and who holds them, in the script's own names."""
+
+from .growth import Held, StepEnds
+
+__all__ = ["Held", "StepEnds"]

@@ -1,0 +1,101 @@
+"""Who holds a tensor, in the script's own names: `Agent.memory`, `.grad` of `photos[…]`, `x` in the closure of `hook`.
+
+Python's collector tells who refers to an object (`names`). What C++ holds has no referrer: gradients are looked for in
+every tensor that wants one, and what was saved for backward in the graph of every tensor that has one.
+"""
+
+import gc
+from typing import NamedTuple
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from ...common.nested_tensors import dense_parts, tensors_in
+from .names import CYCLE, UNSEEN, Names
+
+CURES = {"the graph": "keep its `.detach()`, or its `.item()`: a tensor with a graph keeps what the graph saved",
+         "`.grad`": "compute with `x.detach().requires_grad_()` in place of `x`, whose `.grad` stays with it",
+         CYCLE: "copy a state_dict() in place of the object, or call gc.collect()"}
+
+
+class Holder(NamedTuple):
+    """Who holds a storage, in `words`. `cure`: what would let it go, "" if that is not known. `is_full`: whether it is
+    held by a deque or cache that drops one for each new one."""
+
+    words: str
+    cure: str = ""
+    is_full: bool = False
+
+
+class Holders:
+    """Says who holds storages: `Holders(keys)[key]`, a Holder. A key is the `_cdata` of a storage.
+
+    All tensors of the process are looked through, once.
+    """
+
+    def __init__(self, keys):
+        self._tensors = {key: [] for key in keys}  # those on a storage that Python sees
+        self._beside = {}  # key -> (what, tensor): a tensor holds the storage as its `what`
+        self._search()
+        self._names = Names(ignored=[self._tensors, *self._tensors.values(), *self._beside.values()])
+
+    def _search(self):
+        seen = set()
+        for thing in gc.get_objects():
+            if not issubclass(type(thing), torch.Tensor) or is_functorch_wrapped_tensor(thing):
+                continue
+            for key in _keys(thing):
+                if key in self._tensors:
+                    self._tensors[key].append(thing)
+            if thing.grad_fn is not None:
+                self._note(saved_by(thing.grad_fn, seen), "the graph", thing)
+            elif thing.requires_grad and thing.grad is not None:
+                self._note([thing.grad], "`.grad`", thing)
+
+    def _note(self, tensors, what, holder):
+        for tensor in tensors:
+            for key in _keys(tensor):
+                if key in self._tensors:
+                    self._beside.setdefault(key, (what, holder))
+
+    def __getitem__(self, key):
+        what, tensor = self._beside.get(key, (None, None))
+        if tensor is not None:
+            return Holder(f"{what} of {self._names.of(tensor)}", CURES[what], self._names.is_full(tensor))
+        named = [(self._names.of(tensor), self._names.is_full(tensor)) for tensor in self._tensors[key]]
+        words, is_full = next((each for each in named if "`" in each[0]), named[0] if named else (UNSEEN, False))
+        return Holder(words.replace("[…]`", "`"), CURES.get(words, ""), is_full)
+
+
+def _keys(tensor):
+    """List the keys of a tensor's storages."""
+    try:
+        return [part.untyped_storage()._cdata for part in dense_parts(tensor)]
+    except (RuntimeError, NotImplementedError, ValueError):  # meta, or a layout without a storage
+        return []
+
+
+def saved_by(node, seen):
+    """Yield the tensors that the graph from an autograd node on keeps for backward. `seen`: nodes met, and now these.
+
+    They are taken as a pack hook left them: to unpack them would run the program's code.
+    """
+    todo = [node]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [after for after, _ in node.next_functions]
+        for name in dir(node):
+            if name.startswith("_raw_saved"):
+                yield from _kept(node, name)
+
+
+def _kept(node, name):
+    try:
+        saved = getattr(node, name)
+        for each in saved if isinstance(saved, (tuple, list)) else (saved,):
+            yield from tensors_in(each.data)
+    except RuntimeError:  # its backward has freed it
+        return
