@@ -11,6 +11,7 @@ from pathlib import Path
 from ..untrusted.text import one_line, print_text, refuse
 from .explanation import Explanation
 from .helps import TECHNIQUES
+from .phases import REACHED
 from .report_files import write
 from .script import Script
 from .script_run import STEPS
@@ -23,6 +24,8 @@ def add_arguments(parser):
     parser.add_argument("--steps", type=_count, default=STEPS, metavar="K",
                         help=f"end the script after K steps of its optimizers; default: {STEPS}, as many as show what "
                              "grows from step to step")
+    parser.add_argument("--until", metavar="PHASE", choices=REACHED,
+                        help=f"go on, after K steps, to the first step behind one of {', '.join(REACHED)}")
     parser.add_argument("--out", metavar="FOLDER", help="write explain.html, .png and .json, and timeline.html there")
     parser.add_argument("--try", dest="switch", metavar="NAME", choices=SWITCHES,
                         help=f"run with a technique switched on from outside: {', '.join(SWITCHES)}")
@@ -51,7 +54,7 @@ def run(arguments, parser):
         if made.is_parent and int(os.environ.get("RANK", 0)) == 0:  # of several ranks one speaks
             say(made, arguments.out, before)
 
-    made = run_script(script, arguments.steps, arguments.switch, report)
+    made = run_script(script, arguments.steps, arguments.switch, report, arguments.until)
     report(made)
     if made.status:
         sys.exit(made.status)
@@ -61,6 +64,7 @@ def _without(arguments):
     """Explain the script as it is, in a process of its own, and return what its JSON has."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "refimpl", "explain", "--steps", str(arguments.steps), "--out", folder]
+        command += ["--until", arguments.until] if arguments.until else []
         done = subprocess.run([*command, *arguments.script], stdout=subprocess.DEVNULL)
         if done.returncode:
             sys.exit(done.returncode)

@@ -11,6 +11,7 @@ from ..untrusted.text import one_line
 from ..versions import misfit
 from .arithmetic import arithmetic
 from .helps import helps
+from .phases import REACHED, peaks, phases_of
 from .recorded_timeline import RecordedTimeline
 
 if TYPE_CHECKING:
@@ -76,6 +77,16 @@ class Explanation:
             counts[merged] += 1
         return [(f"{name}  × {counts[name]}" if counts[name] > 1 else name, n) for name, n in sums.most_common(ROWS)]
 
+    @cached_property
+    def phases(self) -> dict[str, int]:
+        """Return the peak of each phase of the script, as it goes through them, in bytes."""
+        return {phase: nbytes for phase, (nbytes, _) in peaks(self.timeline).items()}
+
+    @property
+    def phase_of_peak(self) -> str:
+        """Return the phase of the script in which the peak is."""
+        return phases_of(self.run.recording)[self.timeline.peak_row - 1]
+
     @property
     def grows(self) -> list["Held"]:
         """Return what each step leaves more than the one before, as Held; what is less than a thousandth of the peak
@@ -98,6 +109,10 @@ class Explanation:
             found.append(f"building the model took more, {whole.ledger.total:,} bytes, after {whole.operation}")
         found += [f"grows by {each.nbytes:,} bytes a step, less than a thousandth of the peak: {each}"
                   for each in self.run.recording.grows or () if each not in self.grows]
+        missed = [phase for phase in REACHED if phase not in self.phases] if self.run.done else []
+        if missed:
+            found.append(f"these steps had no {', no '.join(missed)}: where the script comes to one later, ask with "
+                         f"--until {missed[0]}")
         if not self.run.by_class and not cure:
             found.append("no optimizer of torch.optim made a step here: this is no training, or it steps elsewhere (in "
                          "other processes or threads, or by an optimizer of its own)")
@@ -113,12 +128,13 @@ class Explanation:
         if self.is_empty:
             return "\n".join([head, "it made no tensor in this process", *notes])
         moment = self.moment
-        where = one_line(f"after {moment.operation} in {moment.module or 'no module'}, {moment.phase}")
+        where = one_line(f"after {moment.operation} in {moment.module or 'no module'}, {self.phase_of_peak}")
         grows = [one_line(f"grows by {each.nbytes:,} bytes a step: {each}") + (f"\n  {each.cure}" if each.cure else "")
                  for each in self.grows]
         parts = ["\n".join([head, *grows]),
                  f"peak on {self.trace.device}: {human(moment.ledger.total)}, {where}\n\n{moment.ledger}"]
         parts += [f"by {by}\n{_rows(self.top(by))}" for by in VIEWS]
+        parts.append(f"by phase, each at its peak\n{_rows([(name, n) for name, n in self.phases.items()])}")
         if self.kept:
             rows = _rows([(f"{each}{f': {each.cure}' if each.cure else ''}", each.nbytes) for each in self.kept])
             parts.append(f"what your script keeps from step to step\n{rows}")
@@ -139,7 +155,7 @@ class Explanation:
         found |= {"peak": moment.ledger.total, "peak of the last step": self.timeline.last_peak,
                   "operation": moment.operation, "module": moment.module,
                   "phase": moment.phase,
-                  "ledger": dict(moment.ledger),
+                  "ledger": dict(moment.ledger), "peaks of phases": self.phases,
                   "grows": None if self.run.recording.grows is None else _held(self.run.recording.grows),
                   "kept": _held(self.run.recording.kept),
                   "top": {by: [[name, nbytes] for name, nbytes in self.top(by)] for by in VIEWS}}

@@ -4,6 +4,7 @@ The tracker knows storages. To say what a technique would save, three facts more
 began and ended and what it returned, whether a saved tensor wanted a gradient, and where the steps ended.
 """
 
+import sys
 import weakref
 from bisect import bisect_left
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from ..memory.workspaces import with_those_of_a_log, with_unseen
 from .allocator_log import AllocatorLog
 from .kept import StepEnds
 from .models import ModelFacts, OptimizerFacts
+from .phases import Saving, own_phase
 from .rows import Rows
 
 
@@ -40,6 +42,9 @@ class RecordedCall:
     nodes: tuple = (0, 0)
     goes_back: bool = False
     sequence_first: bool = False  # that dimension is time to its module: batch_first=False
+    last_saving: int = 0  # the operation before which autograd saved its last tensor of the call
+    trained: bool = False  # whether its module has parameters that want gradients; of a model's call alone
+    generates: bool = False  # whether a method `generate` called it; likewise
 
 
 @dataclass
@@ -58,6 +63,7 @@ class ScriptRecording:
     why_whole: str | None = None  # why batches cannot be cut
     grows: list | None = None  # Held: what each step leaves more than the one before; None if that is not known
     kept: list = field(default_factory=list)  # Held: what outlives its step
+    saving: list = field(default_factory=list)  # Spans in which it saved or loaded
 
 
 class ScriptRecorder:
@@ -79,9 +85,11 @@ class ScriptRecorder:
         self._tracker.on_operation = self.rows.follow
         self._of_this_step = 0  # the first record that was made after the last step
         self._ends, self._outlived = StepEnds(), (None, [])
+        self._saving = Saving(lambda: len(self._tracker.ops))
 
     def __enter__(self):
         self._tracker.__enter__()
+        self._saving.__enter__()
         self._log.begin()
         listeners.subscribe(self)
         if self._before:
@@ -96,6 +104,7 @@ class ScriptRecorder:
         if self._before:
             listeners.unsubscribe(self._before)
         self._log.end()
+        self._saving.__exit__(*exception)
         self._tracker.__exit__(*exception)
 
     def enter_module(self, module):
@@ -108,6 +117,7 @@ class ScriptRecorder:
             self._known.add(module)
             self.models.append(ModelFacts.of(module, call.path, self._counted, self._tracker.numbers_of))
         if outermost:  # `_given` comes next: with arguments by name, too
+            call.trained, call.generates = any(p.requires_grad for p in module.parameters()), _is_in("generate")
             module._forward_pre_hooks_with_kwargs[self._hooks[0].id] = True
 
     def is_outermost(self):
@@ -143,7 +153,9 @@ class ScriptRecorder:
             call.outputs |= self._tracker.numbers_of(output)
 
     def saved(self, tensor):
-        """Note whether it wants a gradient: such a one may be rounded, a mask or a statistic not."""
+        """Note in which calls, and whether it wants a gradient: such a one may be rounded, no mask, no statistic."""
+        for _, call in self._open:
+            call.last_saving = len(self._tracker.ops)
         if tensor.requires_grad:
             self.wanting |= self._tracker.numbers_of(tensor)
 
@@ -156,6 +168,20 @@ class ScriptRecorder:
             self._known.add(optimizer)
             self.optimizers.append(OptimizerFacts.of(optimizer))
             self._updated.update((p, None) for group in optimizer.param_groups for p in group["params"])
+
+    def has(self, phase):
+        """Tell whether the script has been in a phase that is not training, before the last step began: what is newer
+        may have its backward yet."""
+        self._see_which_go_back()
+        begun = self.steps[-2] if len(self.steps) > 1 else 0
+        calls = [call for call in self.calls if call.end <= begun]
+        return phase in {*(span.phase for span in self._saving.spans), *map(own_phase, calls)}
+
+    def _see_which_go_back(self):
+        run = sorted(self._tracker.nodes_run)
+        for call in self.calls:
+            first, after = (bisect_left(run, number) for number in call.nodes)
+            call.goes_back = first < after
 
     def end(self):
         """Note that the last step has ended: what outlived its step is alive now."""
@@ -178,16 +204,21 @@ class ScriptRecorder:
         """Return the ScriptRecording up to the last step, or up to now if the script ended before."""
         if self.stopped is None:
             self.stop()
-        run = sorted(self._tracker.nodes_run)
-        for call in self.calls:
-            first, after = (bisect_left(run, number) for number in call.nodes)
-            call.goes_back = first < after
+        self._see_which_go_back()
         trace = self._tracker.until(self.stopped)
         if self._log.events is not None and trace.device == "cpu":
             trace = with_those_of_a_log(with_unseen(trace, self._log.events), self._log.events)
         return ScriptRecording(trace, self.steps, self.calls, self.wanting, self.models,
                                self.optimizers, self._cuda, self._waiting, self.rows.of, self.rows.why_not,
-                               *self._outlived)
+                               *self._outlived, self._saving.spans)
+
+
+def _is_in(name):
+    """Tell whether a function of this name runs."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
 
 
 class _Before:

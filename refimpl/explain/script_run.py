@@ -55,11 +55,13 @@ class Run:
         return f"{how}, after {made}" + (f" ({self.limit} were asked for)" if self.by_class else "")
 
 
-def run(script: "Script", steps: int = STEPS, switch: Any = None, report: Any = None) -> Run:
+def run(script: "Script", steps: int = STEPS, switch: Any = None, report: Any = None,
+        until: str | None = None) -> Run:
     """Run a Script or Function for `steps` optimizer steps and return the Run. What it writes to stderr is written.
 
-    `switch`: a technique to switch on. `report(run)` is called in place of a return, and the process ends, if the
-    script catches the end of the recording again and again.
+    `until`: "evaluation", "generation" or "save": it goes on to the first step behind one. `switch`: a technique to
+    switch on. `report(run)` is called in place of a return, and the process ends, if the script catches the end of the
+    recording again and again.
     """
     process = os.getpid()
     switched = Switched(switch) if switch else None
@@ -78,7 +80,7 @@ def run(script: "Script", steps: int = STEPS, switch: Any = None, report: Any = 
 
     with switched or nullcontext():
         recorder = ScriptRecorder(switched.on_model if switched else None)
-        counter = Steps(steps, recorder.stepped, recorder.end, caught)
+        counter = Steps(steps, recorder.stepped, recorder.end, caught, lambda: until is None or recorder.has(until))
         with recorder, counter:
             ending = script.run()
     if ending.text and not counter.done:

@@ -22,15 +22,16 @@ class StepsDone(BaseException):
 class Steps:
     """Count optimizer steps, and end the script after `limit` of them: a context around the script.
 
-    `done` tells whether every optimizer that stepped has `limit` steps. Not waited for are an optimizer that first
-    steps later, one that the program let go of, and one that was given up: another has made `SILENT` steps more.
+    `done` tells whether every optimizer that stepped has `limit` steps, and `reached()` was true then. Not waited for
+    are an optimizer that first steps later, one that the program let go of, and one that was given up: another has made
+    `SILENT` steps more.
     `on_step(optimizer)` and `on_done()` are called when a step ended and when they all did; `on_caught()` when the
     script has caught the end `PATIENCE` times. Steps of processes that the script forks do not count.
     """
 
-    def __init__(self, limit, on_step, on_done, on_caught):
+    def __init__(self, limit, on_step, on_done, on_caught, reached=lambda: True):
         self.limit, self.done, self.caught = limit, False, 0
-        self._on_step, self._on_done, self._on_caught = on_step, on_done, on_caught
+        self._on_step, self._on_done, self._on_caught, self._reached = on_step, on_done, on_caught, reached
         self._steps, self._process = WeakIdKeyDictionary(), os.getpid()
         self.by_class = Counter()
 
@@ -58,7 +59,7 @@ class Steps:
         name = type(optimizer).__name__
         self.by_class[name] = max(self.by_class[name], steps)
         self._on_step(optimizer)
-        if min(self._steps.values()) >= self.limit or steps >= self.limit + SILENT:
+        if (min(self._steps.values()) >= self.limit or steps >= self.limit + SILENT) and self._reached():
             self.done = True
             self._on_done()
             raise StepsDone

@@ -1,5 +1,7 @@
 """Recomputation: what a module made in forward is dropped when it returns, and made again when its backward begins."""
 
+import numpy as np
+
 from ...common.ledger import ACTIVATIONS
 from ...memory.storage_records import BACKWARD
 from ..recorded_timeline import inside
@@ -41,15 +43,18 @@ def _dropped(timeline, paths):
         again = max(timeline.begins_backward(min(kept, key=lambda i: timeline.freed[i]), call.path), call.end + 1)
         spans += [(call.end + 1, again, -timeline.nbytes[i]) for i in kept]
         spans += [(int(timeline.freed[i]), again, int(timeline.nbytes[i])) for i in call.inputs]  # what it begins from
-        more = _highest(timeline, call) - sum(int(timeline.nbytes[i]) for i in kept)
+        begins_with = sum(int(timeline.nbytes[i]) for i in np.flatnonzero(timeline.born == again))  # once it is there
+        more = _highest(timeline, call) - sum(int(timeline.nbytes[i]) for i in kept) - begins_with
         spans.append((again, again + 1, max(0, more)))  # the forward's own temporaries, once more
     return Found(spans) if spans else None
 
 
 def _highest(timeline, call):
-    """The most bytes of what a call made, at any of its rows."""
+    """The most bytes of what a call made, at any row up to where it saved its last: made again, it ends there."""
     changes = {}
     for i in timeline.made_in(call):
+        if timeline.born[i] > call.last_saving:
+            continue
         changes[int(timeline.born[i])] = changes.get(int(timeline.born[i]), 0) + int(timeline.nbytes[i])
         freed = min(int(timeline.freed[i]), call.end + 1)
         changes[freed] = changes.get(freed, 0) - int(timeline.nbytes[i])
