@@ -8,11 +8,11 @@ from refimpl.explain import Explanation, Script, run
 from refimpl.explain.kept.names import CYCLE
 from refimpl.explain.kinds import KEPT
 
-COPIED = "state.to(device)"
+MADE = "state.to(device)" if torch.cuda.is_available() else "torch.rand(4, 84, 84)"
 GROW = {"copies_at_saving": (28_348_416, "copy.deepcopy(self)", CYCLE, "state_dict()"),
         "input_gradients": (786_432, "f = net(x)", "`.grad` of `photos[…]`", "x.detach().requires_grad_()"),
         "losses_kept": (4, "cross_entropy", "`losses`", ""),
-        "replay_buffer": (677_412, COPIED if torch.cuda.is_available() else "torch.rand(4, 84, 84)", "`Agent.memory`", "")}
+        "replay_buffer": (677_412, MADE, "`Agent.memory`", "")}
 ALL = sorted(path.stem for path in PROGRAMS.glob("*.py"))
 
 
