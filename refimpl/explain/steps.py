@@ -60,6 +60,6 @@ class Steps:
         self.by_class[name] = max(self.by_class[name], steps)
         self._on_step(optimizer)
         if (min(self._steps.values()) >= self.limit or steps >= self.limit + SILENT) and self._reached():
-            self.done = True
             self._on_done()
+            self.done = True  # not before: an error of ours is said
             raise StepsDone

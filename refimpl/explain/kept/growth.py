@@ -7,6 +7,7 @@ though it ran, does not grow: its variable is given anew. Steps are those of one
 as in a GAN, each has rounds of its own.
 """
 
+import gc
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
@@ -51,6 +52,15 @@ class StepEnds:
         the last step ends. None for what grows if there were fewer than three steps."""
         if len(self._last) < 2:
             return None, []
+        collects = gc.isenabled()
+        gc.disable()  # else what only cycles keep would go while it is looked at
+        try:
+            return self._outlived(tracker)
+        finally:
+            if collects:
+                gc.enable()
+
+    def _outlived(self, tracker):
         begin, middle, end = (0, *self._last)[-NEEDED:]
         alive = {number: key for key, number in tracker.alive().items()}
         ran, grew, kept = set(), defaultdict(_Line), defaultdict(_Line)

@@ -1,10 +1,13 @@
 """What grows from step to step: a leak of each kind is found at three steps, with its line and its holder."""
 
+import gc
 import textwrap
 
 import pytest
 
 from refimpl.explain import Explanation, Script, run
+from refimpl.explain.kept import growth
+from refimpl.explain.kept.holders import Holders
 from refimpl.explain.kept.names import CYCLE, UNSEEN
 
 TRAINING = """
@@ -246,7 +249,8 @@ def explained(tmp_path):
         made = run(Script(path), steps)
         assert made.done, made.words
         return Explanation(made)
-    return explained
+    yield explained
+    gc.enable()  # a script turns it off
 
 
 @pytest.mark.parametrize("kind", LEAKS)
@@ -269,3 +273,20 @@ def test_two_steps_do_not_tell_what_grows(explained):
     found = explained(LEAKS["list"][0], steps=2)
     assert found.run.recording.grows is None and found.as_dict()["grows"] is None and "grows" not in str(found)
     assert [(each.nbytes, each.holder) for each in found.run.recording.kept] == [(4000, "`kept`")]
+
+
+def test_the_collector_waits_while_holders_are_looked_for(explained, monkeypatch):
+    collects = []
+    monkeypatch.setattr(growth, "Holders", lambda keys: collects.append(gc.isenabled()) or Holders(keys))
+    explained(LEAKS["list"][0])
+    assert collects == [False] and gc.isenabled()
+
+
+def test_an_error_of_the_recorder_s_own_is_said(tmp_path, monkeypatch, capsys):
+    def fail(*arguments):
+        raise RuntimeError("a fault of ours")
+    monkeypatch.setattr(growth.StepEnds, "outlived", fail)
+    (tmp_path / "train.py").write_text(TRAINING + "train(lambda i: None)")
+    made = run(Script(tmp_path / "train.py"))
+    assert made.status == 1 and not made.done and "a fault of ours" in made.words
+    assert "a fault of ours" in capsys.readouterr().err
