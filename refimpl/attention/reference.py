@@ -116,9 +116,8 @@ def _masks(call, T, S, device):
     else:
         mask_TS = torch.ones(T, S, dtype=torch.bool, device=device)
         for queries, keys, band in call.sequences:
-            if band.T and band.S:
-                own = band.mask((0, band.T), (0, band.S), device)
-                mask_TS[slice(*queries), slice(*keys)] = False if own is None else own
+            own = band.mask((0, band.T), (0, band.S), device)
+            mask_TS[slice(*queries), slice(*keys)] = False if own is None else own
     some = any(sequence.band.fully_masked for sequence in call.sequences)
     return mask_TS, mask_TS.all(dim=-1, keepdim=True) if some else None
 

@@ -12,8 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from refimpl import memory
 from refimpl.accumulation import accumulate, accumulation_traffic, count_targets, split
+from refimpl.accumulation.gradient_reduction import AveragedByEngine
 from refimpl.comm import FakeCommunicator
 from refimpl.model import GPT, GPTConfig
+from refimpl.zero import DataParallel
 
 CONFIG = GPTConfig(vocab_size=61, context_length=16, layers=1, hidden=16, heads=2)
 
@@ -167,3 +169,13 @@ def test_the_traffic_foretold_is_that_of_rank_0_unless_another_is_named():
 
 def test_one_rank_sends_nothing():
     assert accumulation_traffic(model().parameters(), 1) == 0
+
+
+def test_gradients_are_zeros_in_a_micro_batch_without_weight_and_in_no_later_one():
+    net, found = nn.Linear(2, 1), []
+    ranks = AveragedByEngine(DataParallel(net, FakeCommunicator(0, 1), torch.optim.SGD), list(net.parameters()))
+    for weight in (0, 1):
+        with ranks.micro_batch(last=True, weight=weight):
+            ranks.backward(net(torch.ones(3, 2)).sum())
+        found.append(net.bias.grad.item())
+    assert found == [0, 3]

@@ -77,6 +77,17 @@ def test_names_move_no_cursor(whole, tmp_path, capsys):
     assert f"{one_line(CONTROL)}.py:3 {one_line(CONTROL)}\n" in capsys.readouterr().out
 
 
+def test_divisions_are_numbers_by_name(whole, tmp_path):
+    path = tmp_path / "s.pickle"
+    def loaded(divisions):
+        path.write_bytes(pickle.dumps(whole | {"allocator_settings": {"roundup_power2_divisions": divisions}}))
+        return Snapshot.load(path).resolved
+    assert loaded({"1": 8, "2": 0}) == {"roundup_power2_divisions": {"1": 8, "2": 0}}
+    for bad in ({1: 8}, {"1": -1}, {"1": 2**31}, {"1": "8"}):
+        with pytest.raises(DamagedTrace, match="roundup_power2_divisions is .*: expected dict of ints, 0 or more"):
+            loaded(bad)
+
+
 def refusal(path):
     """The one line that refuses a file, in Python as in the command."""
     words = refused(lambda: command("replay", path), path.parent)

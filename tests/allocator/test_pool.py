@@ -103,6 +103,17 @@ def test_a_search_among_many_holes_reads_few():
     assert holes.find(50) == (10**6, 100) and holes._tree.looked <= 2 + math.log2(2 * 10**5 / CHUNK)
 
 
+def test_a_search_looks_at_one_node_for_each_doubling_of_the_chunks():
+    holes, looked = ByPlace(), {}
+    for place in range(8 * CHUNK):
+        holes.add(place, 1)
+        if (chunks := len(holes._chunks)) not in looked:
+            plain, holes._tree = holes._tree, Counted(holes._tree)
+            holes.find(1)
+            looked[chunks], holes._tree = holes._tree.looked, plain
+    assert all(looked[chunks] == 1 + math.ceil(math.log2(chunks)) for chunks in range(1, 9))
+
+
 @POLICIES
 def test_it_grows_by_segments_and_moves_nothing(policy):
     pool = pool_of(1024, policy=policy)

@@ -51,6 +51,10 @@ def test_eight_divisions(nbytes, rounded):
     assert Settings.parse("roundup_power2_divisions:8").rounded(nbytes) == rounded
 
 
+def test_an_interval_may_have_no_divisions():
+    assert Settings.parse("roundup_power2_divisions:[4:0,8:8,>:0]").divisions == (0, 0, 0, 8) + (0,) * 12
+
+
 def test_the_example_of_pytorchs_notes():
     """1,200 with 4 divisions is 1,280, between 1,024 and 2,048."""
     assert Settings.parse("roundup_power2_divisions:4").rounded(1200 * 2**10) == 1280 * 2**10

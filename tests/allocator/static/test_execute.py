@@ -97,6 +97,7 @@ def test_a_step_of_another_length_is_noticed(planned_for, then, kind, text):
     *_, run = planned(step, (planned_for,))
     found = run(then)
     assert [each.kind for each in found.departures] == [kind] and text in str(found.departures[0])
+    assert (found.departures[0].block, found.departures[0].nbytes) == (None, 0), "of an occupied place alone"
     assert torch.equal(found.result, step(then))
 
 

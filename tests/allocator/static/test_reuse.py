@@ -91,3 +91,11 @@ def test_a_graph_needs_a_gpu():
 
 def test_before_it_is_planned():
     assert repr(ActivationReuseOptimizer(print)) == "not planned yet"
+
+
+def test_the_second_call_is_recorded_and_planned():
+    train, planned = ActivationReuseOptimizer(lambda x: x * 2 + 1), []
+    for _ in range(3):
+        train(torch.ones(8))
+        planned.append((train.plan is not None, train.last is not None))
+    assert planned == [(False, False), (True, False), (True, True)]

@@ -1,6 +1,7 @@
 """Two of MiniMalloc's problems, which greedy plans miss by over a quarter; small problems, against all plans."""
 
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -61,6 +62,19 @@ def test_a_search_ends():
     assert solve(lifetimes, capacity, steps=50) is None and solve(lifetimes, capacity, seconds=0.01) is None
     assert solve(Lifetimes([], [], []), 10).nbytes == 0
     assert solve(Lifetimes([0], [1], [11]), 10) is None, "less than the lower bound"
+
+
+def test_a_search_has_as_long_as_it_is_given_and_else_no_end():
+    lifetimes, capacity = load_problem("input")
+    assert solve(lifetimes, capacity, seconds=1e-9) is None
+    assert solve(lifetimes, capacity).nbytes == solve(lifetimes, capacity, seconds=100).nbytes == capacity
+
+
+@pytest.mark.parametrize("steps", [3, 1000])
+def test_python_recurses_as_deep_as_before_when_a_search_ends(steps):
+    before = sys.getrecursionlimit()
+    found = solve(*load_problem("input"), steps=steps)
+    assert (found is None) == (steps == 3) and sys.getrecursionlimit() == before
 
 
 def test_without_bounds_nothing_is_found(monkeypatch):

@@ -17,3 +17,9 @@ def test_every_head_dim_and_dtype_has_an_entry(kernel, dtype, chip):
             for size in (found.block_m, found.block_n, found.num_warps, 16):
                 assert size & (size - 1) == 0 and size <= 128
             assert min(found.block_m, found.block_n) >= 16 and found.num_stages >= 1
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_there_is_no_dropout_unless_it_is_named(kernel):
+    assert look_up(kernel, "any", 2, 64) == look_up(kernel, "any", 2, 64, dropout=False)
+    assert look_up(kernel, "any", 2, 64) != look_up(kernel, "any", 2, 64, dropout=True)
