@@ -5,9 +5,9 @@ import pytest
 from refimpl.allocator.device import VirtualDevice
 
 
-@pytest.mark.parametrize(("device", "nbytes"), [(VirtualDevice(), 80 * 2**30), (VirtualDevice(3), 3),
-                                                (VirtualDevice(1), 1)])
-def test_it_gives_out_its_capacity_and_no_byte_more(device, nbytes):
+@pytest.mark.parametrize(("capacity", "nbytes"), [(None, 80 * 2**30), (3, 3), (1, 1)])
+def test_it_gives_out_its_capacity_and_no_byte_more(capacity, nbytes):
+    device = VirtualDevice(capacity)
     assert device.malloc(nbytes + 1) is None
     assert device.malloc(nbytes) is not None and device.malloc(1) is None
 

@@ -11,8 +11,7 @@ def test_which_tensors_suit(monkeypatch):
     assert suit == list(range(8, 129, 8))
 
 
-def test_no_number_of_a_launch_is_compiled_in():
-    """One kernel serves all sizes, strides and edges."""
+def test_one_kernel_serves_all_sizes_strides_and_edges():
     q, lse2 = torch.empty(1, 2, 3, 64, dtype=torch.float16), torch.empty(1, 2, 3)
     given, _ = gluon_forward.launch_arguments(q, q, q, q, lse2, 1.0, True, 2)
     free = {each.name for each in gluon_forward.forward_kernel.params if each.do_not_specialize}
