@@ -1,7 +1,8 @@
 """`refimpl explain SCRIPT [args]`, and `refimpl check FILE`: which bytes a script takes, why, and what would help.
 
 Order of reading: `script` (run it as Python would), `steps` (end it after k optimizer steps), `recorder` and `models`
-(what is written down meanwhile), `script_run` (these together); then `recorded_timeline` (the peak without some bytes),
+(what is written down meanwhile), `script_run` (these together), `kept` (what outlives its step, and who holds it),
+`phases` (where in the script a peak is); then `recorded_timeline` (the peak without some bytes),
 `kinds` and `arithmetic` (what "16 bytes × parameters" leaves out), `helps/` (what each technique would save),
 `switch` (techniques switched on from outside); `explanation`, `report_files` and `command` say it; `check` is for CI.
 """

@@ -11,6 +11,7 @@ from ..untrusted.text import one_line
 from ..versions import misfit
 from .arithmetic import arithmetic
 from .helps import helps
+from .kept.names import CYCLE
 from .phases import REACHED, peaks, phases_of
 from .recorded_timeline import RecordedTimeline
 
@@ -80,12 +81,16 @@ class Explanation:
     @cached_property
     def phases(self) -> dict[str, int]:
         """Return the peak of each phase of the script, as it goes through them, in bytes."""
-        return {phase: nbytes for phase, (nbytes, _) in peaks(self.timeline).items()}
+        return peaks(self.timeline, self._phases)
 
     @property
     def phase_of_peak(self) -> str:
         """Return the phase of the script in which the peak is."""
-        return phases_of(self.run.recording)[self.timeline.peak_row - 1]
+        return self._phases[self.timeline.peak_row - 1]
+
+    @cached_property
+    def _phases(self):
+        return phases_of(self.run.recording)
 
     @property
     def grows(self) -> list["Held"]:
@@ -109,6 +114,9 @@ class Explanation:
             found.append(f"building the model took more, {whole.ledger.total:,} bytes, after {whole.operation}")
         found += [f"grows by {each.nbytes:,} bytes a step, less than a thousandth of the peak: {each}"
                   for each in self.run.recording.grows or () if each not in self.grows]
+        if any(each.holder == CYCLE for each in (*(self.run.recording.grows or ()), *self.run.recording.kept)):
+            found.append("how much of what only cycles keep is there, Python's collector decides: without the recorder "
+                         "it may run sooner or later, and the peak be another")
         missed = [phase for phase in REACHED if phase not in self.phases] if self.run.done else []
         if missed:
             found.append(f"these steps had no {', no '.join(missed)}: where the script comes to one later, ask with "

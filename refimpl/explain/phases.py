@@ -103,14 +103,11 @@ def _own(spans, trained, count):
     return own
 
 
-def peaks(timeline):
-    """Return {phase: (bytes, row)} of a RecordedTimeline: the peak of each phase, in the order of the script."""
+def peaks(timeline, phases):
+    """Return {phase: bytes}, the peak of each phase, in the order of the script. `phases`: of each operation."""
     found = {}
-    for i, phase in enumerate(phases_of(timeline.recording)):
-        nbytes = int(timeline.totals[i + 1])
-        if nbytes > found.get(phase, (-1, 0))[0]:
-            found[phase] = nbytes, i + 1
+    for i, phase in enumerate(phases):
+        found[phase] = max(found.get(phase, 0), int(timeline.totals[i + 1]))
     for span in timeline.recording.saving:  # one that ran no operation took what was there
-        row = min(span.begin + 1, timeline.rows - 1)
-        found.setdefault(span.phase, (int(timeline.totals[row - 1 : row + 1].min()), row))
+        found.setdefault(span.phase, int(timeline.totals[span.begin : span.begin + 2].min()))
     return found

@@ -269,6 +269,31 @@ def test_what_is_given_anew_or_once_does_not_grow(explained, kind):
     assert explained(STEADY[kind]).run.recording.grows == []
 
 
+CURED = {
+    "the list's items": ("graphs of a list", ".mean())", ".mean().detach())"),
+    "the list's numbers": ("graphs of a list", ".mean())", ".mean().item())"),
+    "the sum": ("graph of a sum", ".mean()", ".mean().detach()"),
+    "the input": ("gradient of what is no parameter", "step(photo)", "step(photo.detach().requires_grad_())"),
+    "collected": ("cycle", "lambda i: Both()", "lambda i: (Both(), gc.collect())"),
+    "a state_dict": ("cycle", "lambda i: Both()", "lambda i: copy.deepcopy(model.state_dict())"),
+}
+
+
+@pytest.mark.parametrize("name", CURED)
+def test_what_is_said_to_let_it_go_does(explained, name):
+    kind, leaks, cured = CURED[name]
+    text = LEAKS[kind][0]
+    before = max(explained(text).run.recording.grows, key=lambda each: each.nbytes)
+    assert before.cure, "it is said"
+    after = explained(text.replace(leaks, cured)).run.recording.grows
+    assert sum(each.nbytes for each in after) <= 8, "but for a number a step"
+
+
+def test_a_total_that_the_collector_decides_is_said(explained):
+    assert any("Python's collector decides" in note for note in explained(LEAKS["cycle"][0]).notes)
+    assert not any("Python's collector decides" in note for note in explained(LEAKS["list"][0]).notes)
+
+
 def test_two_steps_do_not_tell_what_grows(explained):
     found = explained(LEAKS["list"][0], steps=2)
     assert found.run.recording.grows is None and found.as_dict()["grows"] is None and "grows" not in str(found)
