@@ -139,3 +139,15 @@ def test_torch_is_as_it_was_afterwards(explained):
     before = torch.save, torch.nn.Module.state_dict, torch.optim.Optimizer.load_state_dict
     explained("for _ in range(9): step()")
     assert (torch.save, torch.nn.Module.state_dict, torch.optim.Optimizer.load_state_dict) == before
+
+
+def test_what_a_model_does_itself_is_its_forward(explained):
+    found = explained("""
+        model = nn.Linear(64, 4096, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(9):
+            model(torch.randn(64, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """)
+    assert found.phases["forward"] >= 4 * (64 * 4096 + 64 * 4096 + 64 * 64) > found.phases["start"]

@@ -224,11 +224,11 @@ STEADY = {
         train(lambda i: cache.update(mask=torch.randn(1000)) if i == 1 else None)
         """,
     "a full deque": """
-        window = collections.deque(maxlen=1)
+        window = collections.deque(maxlen=3)
         train(lambda i: window.append(torch.randn(1000)))
         """,
     "a full cache": """
-        @functools.lru_cache(maxsize=2)
+        @functools.lru_cache(maxsize=3)
         def noise(i):
             return torch.randn(1000)
         train(noise)
