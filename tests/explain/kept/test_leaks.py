@@ -155,9 +155,9 @@ LEAKS = {
         """, 4000, "`samples[…].x`"),
     "slot": ("""
         class Sample:
-            __slots__ = ("x",)
+            __slots__ = ("empty", "label", "x")
             def __init__(self):
-                self.x = torch.randn(1000)  # HERE
+                self.label, self.x = "noise", torch.randn(1000)  # HERE
         samples = []
         train(lambda i: samples.append(Sample()))
         """, 4000, "`samples[…].x`"),
