@@ -29,6 +29,7 @@ def add_arguments(parser):
     parser.add_argument("--out", metavar="FOLDER", help="write explain.html, .png and .json, and timeline.html there")
     parser.add_argument("--try", dest="switch", metavar="NAME", choices=SWITCHES,
                         help=f"run with a technique switched on from outside: {', '.join(SWITCHES)}")
+    parser.add_argument("--all", action="store_true", help="say of each technique that saves nothing why")
     # PARSER takes all that follows. With a REMAINDER after it argparse drops a "--", which is the script's own.
     parser.add_argument("script", nargs=argparse.PARSER, metavar="SCRIPT",
                         help="a training script, run as it is; what follows are its own arguments")
@@ -52,7 +53,7 @@ def run(arguments, parser):
 
     def report(made):
         if made.is_parent and int(os.environ.get("RANK", 0)) == 0:  # of several ranks one speaks
-            say(made, arguments.out, before)
+            say(made, arguments.out, before, arguments.all)
 
     made = run_script(script, arguments.steps, arguments.switch, report, arguments.until)
     report(made)
@@ -71,13 +72,13 @@ def _without(arguments):
         return json.loads((Path(folder) / "explain.json").read_text(encoding="utf-8"))
 
 
-def say(made, folder=None, before=None):
-    """Print the explanation of a Run, and write its files if there is a `folder`.
+def say(made, folder=None, before=None, everything=False):
+    """Print the explanation of a Run, and write its files if there is a `folder`. `everything`: as in `text`.
 
     `before`: what the JSON of a run without the switched technique has, to compare with.
     """
     explanation = Explanation(made)
-    print_text(f"\n{explanation}", flush=True)
+    print_text(f"\n{explanation.text(everything)}", flush=True)
     if made.switched is not None:
         print_text(f"\n{_compared(explanation, made, before)}")
     if folder is not None:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..common.ledger import human
 from ..memory.storage_records import BUILD
+from ..memory.top import NO_MODULE, module_of
 from ..untrusted.text import one_line
 from ..versions import misfit
+from .answers import answers, first
 from .arithmetic import arithmetic
 from .helps import helps
 from .kept.names import CYCLE
@@ -17,12 +19,15 @@ from .recorded_timeline import RecordedTimeline
 
 if TYPE_CHECKING:
     from ..memory.trace import Moment
+    from .answers import Answer
     from .kept import Held
     from .script_run import Run
 
 VIEWS = ("module", "line", "tensor")
 ROWS = 8
 NOTED, SHOWN = 0.001, 0.01  # shares of the peak: what grows by less is a note, what is kept is not shown below
+UNNAMED = 0.1
+SMALL = 0.005  # what saves less, would be 0 % or 1 %, is no row
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, inside a path
 
 
@@ -65,14 +70,30 @@ class Explanation:
         return arithmetic(self.timeline) if self.trains else None
 
     @cached_property
+    def answers(self) -> list["Answer"]:
+        """Return the plain Answers; none if nothing trained."""
+        return answers(self.timeline) if self.trains else []
+
+    @cached_property
+    def first(self) -> list["Answer"]:
+        """Return what to change first: Answers, three of them or all that grows."""
+        return first(self)
+
+    @cached_property
     def helps(self) -> Any:
         """Return what would help; nothing if nothing trained."""
         return helps(self.timeline) if self.trains else []
 
     def top(self, by: str) -> list[tuple[str, int]]:
-        """Return the largest holders at the peak, [(name, bytes)]. Layers of one list are one row: "blocks.*.mlp"."""
+        """Return the largest holders at the peak, [(name, bytes)]. Layers of one list are one row: "blocks.*.mlp"; what
+        no module made is named by its operation, if it is a tenth of the peak."""
         sums, counts = Counter(), Counter()
-        for name, nbytes in self.trace.top(10**9, by=by, phase=self.phase):
+        rows = self.trace.top(10**9, by=by, phase=self.phase)
+        if by == "module" and dict(rows).get(NO_MODULE, 0) >= UNNAMED * self.moment.ledger.total:
+            rows = [row for row in rows if row[0] != NO_MODULE]
+            rows += [(f"{NO_MODULE} {each.operation}", each.nbytes) for each in self.trace.held(phase=self.phase)
+                     if not module_of(self.trace.records[each.record])]
+        for name, nbytes in rows:
             merged = name if by == "line" else _NUMBER.sub("*", name)
             sums[merged] += nbytes
             counts[merged] += 1
@@ -131,16 +152,18 @@ class Explanation:
         return found
 
     def __str__(self):
+        return self.text()
+
+    def text(self, everything: bool = False) -> str:
+        """Return what a terminal shows. `everything`: what saves nothing, too, with the reason."""
         head = one_line(f"{self.run.name}: {self.run.words}")
         notes = [f"note: {one_line(note)}" for note in self.notes]
         if self.is_empty:
             return "\n".join([head, "it made no tensor in this process", *notes])
         moment = self.moment
         where = one_line(f"after {moment.operation} in {moment.module or 'no module'}, {self.phase_of_peak}")
-        grows = [one_line(f"grows by {each.nbytes:,} bytes a step: {each}") + (f"\n  {each.cure}" if each.cure else "")
-                 for each in self.grows]
-        parts = ["\n".join([head, *grows]),
-                 f"peak on {self.trace.device}: {human(moment.ledger.total)}, {where}\n\n{moment.ledger}"]
+        parts = [head] + [f"what to change first\n{_listed(self.first)}"] * bool(self.first)
+        parts.append(f"peak on {self.trace.device}: {human(moment.ledger.total)}, {where}\n\n{moment.ledger}")
         parts += [f"by {by}\n{_rows(self.top(by))}" for by in VIEWS]
         parts.append(f"by phase, each at its peak\n{_rows([(name, n) for name, n in self.phases.items()])}")
         if self.kept:
@@ -150,7 +173,7 @@ class Explanation:
             parts.append(f"what the arithmetic leaves out\n{_indented(str(self.arithmetic))}")
         if self.helps:
             parts.append(f"what would help here, each alone, of these {moment.ledger.total:,} bytes\n"
-                         f"{_helps(self.helps, moment.ledger.total)}")
+                         f"{_helps(self.helps, moment.ledger.total, everything)}")
         return "\n\n".join(parts + notes)
 
     def as_dict(self) -> dict[str, Any]:
@@ -170,12 +193,26 @@ class Explanation:
         if rest:
             found["arithmetic"] = {"terms": rest.terms, "expected": rest.expected, "rest": rest.rest,
                                    "beyond": rest.beyond}
-        return found | {"helps": [each._asdict() for each in self.helps]}
+        return found | {"first": _answers(self.first), "answers": _answers(self.answers),
+                        "helps": [each._asdict() for each in self.helps]}
 
 
 def _held(rows):
     return [{"bytes": each.nbytes, "lines": list(map(str, each.lines)), "holder": each.holder, "cure": each.cure}
             for each in rows]
+
+
+def _answers(rows):
+    return [each._asdict() | {"lines": list(map(str, each.lines))} for each in rows]
+
+
+def _listed(rows):
+    """Number Answers; those with the same `what` are one, with several changes."""
+    advice = {}
+    for each in rows:
+        advice.setdefault(each.what, []).append(each.advice)
+    return "\n".join("\n     ".join([f"  {n}. {one_line(first)}", *map(one_line, filter(None, (*rest, *changes)))])
+                     for n, (what, changes) in enumerate(advice.items(), 1) for first, *rest in [what.split("\n")])
 
 
 def _rows(rows):
@@ -187,8 +224,8 @@ def _indented(text):
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
-def _helps(rows, peak):
-    useful = [row for row in rows if row.saves]
+def _helps(rows, peak, everything):
+    useful = [row for row in rows if row.saves >= SMALL * peak]
     alone, ranks = ([row for row in useful if row.ranks == many] for many in (False, True))
     cells = [(row.words, f"{row.saves / peak:.0%}", row.title, row.cost, row.page) for row in alone + ranks]
     titles = ("saves", "", "technique", "costs", "page")
@@ -198,5 +235,9 @@ def _helps(rows, peak):
         for line in (titles, *cells)]
     if ranks:
         lines.insert(1 + len(alone), "on several devices, each with such a model")
-    lines += [f"nothing: {row.title} ({row.why})" for row in rows if not row.saves]
+    rest = [row for row in rows if row not in useful]
+    if everything:
+        lines += [f"{row.words if row.saves else 'nothing'}: {row.title} ({row.why or 'less than 0.5 %'})" for row in rest]
+    elif rest:
+        lines.append(f"nothing, or next to nothing, by {len(rest)} others: --all says why")
     return _indented("\n".join(lines))

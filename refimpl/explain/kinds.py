@@ -4,6 +4,8 @@ Categories say who keeps a storage; these say what is in it. They are read from 
 a log_softmax is a row of logits, a matrix of the shape of a softmax over keys is one of attention scores.
 """
 
+import math
+
 from ..common.ledger import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES
 from ..memory.storage_records import BACKWARD, STEP
 
@@ -12,6 +14,7 @@ LOG_PROBABILITIES = "log-probabilities, kept by the loss"
 LOSS = "temporaries of the loss: gradients of logits and log-probabilities"
 SCORES = "attention scores, tokens × tokens"
 SCORE_GRADIENTS = "gradients of attention scores"
+MASKS = "masks, tokens × tokens"
 COPIES = "second copies of gradients"
 CASTS = "16-bit casts of weights"
 KEPT = "kept by your script: losses, data set, buffers, copies"
@@ -36,6 +39,8 @@ class Kinds:
         self._blocks = tuple(path for model in models for path in model.blocks)
         self._beginnings = tuple(f"{path}." for path in self._blocks)
         records = [record for i, record in enumerate(self._records) if timeline.nbytes[i]]
+        masks = {self._records[i].shape[-2:] for i in timeline.recording.uses.masks if len(self._records[i].shape) > 1}
+        self._masks = {shape for shape in masks if min(shape) > 1}
         self.widths = {r.shape[-1] for r in records if r.op == "_log_softmax" and len(r.shape) > 1}
         softmaxes = {tuple(r.shape) for r in records if r.op in SOFTMAXES and len(r.shape) >= 3}
         self._scores = softmaxes | {(s[0] * s[1], *s[2:]) for s in softmaxes if len(s) == 4}
@@ -43,6 +48,8 @@ class Kinds:
 
     def __getitem__(self, i):
         record, category = self._records[i], self._categories[i]
+        if category in (INPUTS, ACTIVATIONS, TEMPORARIES) and self._is_mask(i):
+            return MASKS
         if category not in (ACTIVATIONS, TEMPORARIES):
             return category
         shape = tuple(record.shape)
@@ -62,6 +69,13 @@ class Kinds:
         if category == TEMPORARIES:
             return OTHER
         return BLOCKS if at_home else OTHER_ACTIVATIONS
+
+    def _is_mask(self, i):
+        """Tell whether a storage is what attention was given as its mask, or was made on the way to it: one for all."""
+        record = self._records[i]
+        shape = tuple(record.shape)
+        return i in self._timeline.recording.uses.masks or (
+            shape[-2:] in self._masks and record.phase != BACKWARD and math.prod(shape[:-2]) == 1)
 
     def _like_a_parameter(self, record, category):
         if len(record.shape) < 2:

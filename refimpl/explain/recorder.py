@@ -24,6 +24,7 @@ from .kept import StepEnds
 from .models import ModelFacts, OptimizerFacts
 from .phases import Saving, own_phase
 from .rows import Rows
+from .uses import Uses
 
 
 @dataclass
@@ -64,6 +65,7 @@ class ScriptRecording:
     grows: list | None = None  # Held: what each step leaves more than the one before; None if that is not known
     kept: list = field(default_factory=list)  # Held: what outlives its step
     saving: list = field(default_factory=list)  # Spans in which it saved or loaded
+    uses: Uses | None = None  # who read what last
 
 
 class ScriptRecorder:
@@ -82,7 +84,7 @@ class ScriptRecorder:
         self._counted = WeakIdKeyDictionary()  # parameters of models so far: a part that is called alone is no other
         self._updated = WeakIdKeyDictionary()  # parameters of optimizers that stepped
         self._log, self.rows = AllocatorLog(), Rows(self._tracker)
-        self._tracker.on_operation = self.rows.follow
+        self._uses, self._tracker.on_operation = Uses(self._tracker), self._heard
         self._of_this_step = 0  # the first record that was made after the last step
         self._ends, self._outlived = StepEnds(), (None, [])
         self._saving = Saving(lambda: len(self._tracker.ops))
@@ -90,6 +92,7 @@ class ScriptRecorder:
     def __enter__(self):
         self._tracker.__enter__()
         self._saving.__enter__()
+        self._uses.__enter__()
         self._log.begin()
         listeners.subscribe(self)
         if self._before:
@@ -104,6 +107,7 @@ class ScriptRecorder:
         if self._before:
             listeners.unsubscribe(self._before)
         self._log.end()
+        self._uses.__exit__(*exception)
         self._saving.__exit__(*exception)
         self._tracker.__exit__(*exception)
 
@@ -119,6 +123,10 @@ class ScriptRecorder:
         if outermost:  # `_given` comes next: with arguments by name, too
             call.trained, call.generates = any(p.requires_grad for p in module.parameters()), _is_in("generate")
             module._forward_pre_hooks_with_kwargs[self._hooks[0].id] = True
+
+    def _heard(self, func, args, kwargs, outputs):
+        self.rows.follow(func, args, kwargs, outputs)
+        self._uses.follow(func, args, kwargs, outputs)
 
     def is_outermost(self):
         """Tell whether a module that is called now is a model: a part that backward calls again is none."""
@@ -210,7 +218,7 @@ class ScriptRecorder:
             trace = with_those_of_a_log(with_unseen(trace, self._log.events), self._log.events)
         return ScriptRecording(trace, self.steps, self.calls, self.wanting, self.models,
                                self.optimizers, self._cuda, self._waiting, self.rows.of, self.rows.why_not,
-                               *self._outlived, self._saving.spans)
+                               *self._outlived, self._saving.spans, self._uses)
 
 
 def _is_in(name):

@@ -13,7 +13,7 @@ import numpy as np
 from ..common.ledger import category_name
 from .storage_records import BUILD, FORWARD, START, Line
 
-NO_MODULE, NO_LINE, OLDER = "(no module)", "(no line)", "(before the trace)"
+NO_MODULE, OLDER = "(no module)", "(before the trace)"
 BY = ("module", "line", "source", "operation", "tensor", "category")
 
 
@@ -82,7 +82,7 @@ def top(trace, k=5, by="module", phase=None, category=None):
 
 def _line_named(line, storage):
     if line is None:
-        return OLDER if storage.operation == START else NO_LINE
+        return OLDER if storage.operation == START else f"(inside of {storage.operation})"
     return f"{line}: {line.text}" if line.text else str(line)
 
 

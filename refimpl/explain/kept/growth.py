@@ -23,10 +23,12 @@ SMALL = 0.01  # share of what one holder has: lines below it are not named
 
 
 class Held(NamedTuple):
-    """Bytes that one holder keeps. `lines`: where they were made, most first; the rest as in Holder."""
+    """Bytes that one holder keeps. `lines`: where they were made, most first; `numbers`: of their records; the rest as
+    in Holder."""
 
     nbytes: int
     lines: tuple
+    numbers: tuple
     holder: str
     cure: str = ""
     is_full: bool = False
@@ -69,29 +71,32 @@ class StepEnds:
             if number < begin:
                 ran.add(line)
             if number in alive and _may_grow(record):
-                grew[line].add(record.nbytes, alive[number], 0 if number < begin else 1 if number < middle else 2)
+                grew[line].add(number, record.nbytes, alive[number],
+                               0 if number < begin else 1 if number < middle else 2)
             if number in alive and number < middle and is_kept(record):
-                kept[line].add(record.nbytes, alive[number], 1)
+                kept[line].add(number, record.nbytes, alive[number], 1)
         grows = {line: min(each.nbytes[1:]) for line, each in grew.items() if each.nbytes[0] or line not in ran}
         most = [Counter({line: nbytes for line, nbytes in each.items() if nbytes})
                 for each in (grows, {line: each.nbytes[1] for line, each in kept.items()})]
         keys = [{line: of[line].key for line, _ in some.most_common(NAMED)}
                 for of, some in zip((grew, kept), most, strict=True)]
         holders = Holders([*keys[0].values(), *keys[1].values()])
-        held = [_by_holder(some, {line: holders[key] for line, key in of.items()})
-                for some, of in zip(most, keys, strict=True)]
+        held = [_by_holder(some, {line: holders[key] for line, key in of.items()},
+                           {line: tuple(made[line].numbers) for line in some})
+                for some, of, made in zip(most, keys, (grew, kept), strict=True)]
         is_known = len(self._last) >= NEEDED
         return [each for each in held[0] if not each.is_full] if is_known else None, held[1]
 
 
 class _Line:
-    """Bytes of a line by generation, and the key of the largest storage of generation 1."""
+    """Bytes of a line by generation, the numbers of its records, and the key of the largest one of generation 1."""
 
     def __init__(self):
-        self.nbytes, self.key, self._largest = [0, 0, 0], None, 0
+        self.nbytes, self.numbers, self.key, self._largest = [0, 0, 0], [], None, 0
 
-    def add(self, nbytes, key, generation):
+    def add(self, number, nbytes, key, generation):
         self.nbytes[generation] += nbytes
+        self.numbers.append(number)
         if generation == 1 and nbytes > self._largest:
             self.key, self._largest = key, nbytes
 
@@ -108,15 +113,17 @@ def is_kept(record):
                 record.roles & {PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE})
 
 
-def _by_holder(lines, holders):
-    """Put the lines of each holder together: [Held]. Lines without one in `holders` are "others"."""
+def _by_holder(lines, holders, numbers):
+    """Put the lines of each holder together: [Held]. Lines without one in `holders` are "others"; `numbers`: of the
+    records of each line."""
     sums, where = Counter(), defaultdict(list)
     for line, nbytes in lines.most_common():
         holder = holders.get(line, Holder("others"))
         sums[holder] += nbytes
         where[holder].append((line, nbytes))
     return [Held(nbytes, tuple(dict.fromkeys(line or source for (line, source, _), some in where[holder]
-                                             if (line or source) and some >= SMALL * nbytes)), *holder)
+                                             if (line or source) and some >= SMALL * nbytes)),
+                 tuple(number for line, _ in where[holder] for number in numbers[line]), *holder)
             for holder, nbytes in sums.most_common()]
 
 

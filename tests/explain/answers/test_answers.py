@@ -1,0 +1,98 @@
+"""Each plain answer, done by hand: the script that was changed as it says takes as many bytes less as it says."""
+
+from typing import NamedTuple
+
+import pytest
+from explain_kit import PROGRAMS, held
+
+from refimpl.explain import Explanation, Script, run
+from refimpl.explain.answers.first import WORTH
+
+
+class Cured(NamedTuple):
+    """A program, what is changed in it by hand, and a part of the sentence. `before`: changes in both."""
+
+    program: str
+    changes: tuple
+    words: str
+    before: tuple = ()
+
+
+HELD_BACK = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4096))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    out = model(torch.randn(512, 256))
+    loss = (out - 1).abs().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+FROZEN = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+base = nn.Linear(1024, 1024).requires_grad_(False)
+head = nn.Linear(1024, 8)
+optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+for step in range(4):
+    x = torch.randn(4, 1024)
+    head(base(x)).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+LAZILY = (("a, b, c = build(), build(), build()\n", ""),
+          ("(a, torch.optim.SGD(a.parameters(), lr=0.1))", "lambda m: torch.optim.SGD(m.parameters(), lr=0.1)"),
+          ("(b, torch.optim.AdamW(b.parameters()))", "lambda m: torch.optim.AdamW(m.parameters())"),
+          ("(c, torch.optim.AdamW(c.parameters(), foreach=True))", "lambda m: None"),
+          ("for model, optimizer in", "for make in"),
+          ("    run(model, optimizer)", "    model = build()\n    run(model, make(model))\n    del model"))
+NO_MASK = (("    same = (document[:, None] == document[None]).tril()\n", ""),
+           ("    mask = torch.zeros(same.shape).masked_fill(~same, float(\"-inf\"))[None, None]\n", ""),
+           ("position_ids=position, attention_mask=mask, ", ""))
+CURES = {
+    "foreach": Cured("foreach", (("foreach=True", "foreach=False"),), "AdamW updates all parameters in one call"),
+    "fused": Cured("foreach", (("foreach=True", "fused=True"),), "AdamW updates all parameters in one call"),
+    "sparse": Cured("embedding_bags", (("sparse=SPARSE", "sparse=True"),), "whole gradients of embedding tables"),
+    "mask": Cured("dense_mask", NO_MASK, "masks of tokens × tokens"),
+    "predictions": Cured("evaluated", (("report_to=", "prediction_loss_only=True, report_to="),), "what evaluation keeps",
+                         before=(("Rows(1024)", "Rows(192)"),)),
+    "unread": Cured("resumed", (("    for _ in range(20)", "    del loaded\n    for _ in range(20)"),),
+                    "held by `loaded` of main()"),
+    "unused": Cured("three_in_turn", LAZILY, "no step uses them"),
+    "collect": Cured("copies_at_saving", (("if step % 2: ", ""),), "refer to each other", before=(
+        ("import copy\n", "import copy\nimport gc\n\ngc.disable()\n"),
+        ("average.checkpoint(folder, step)", "average.checkpoint(folder, step)\n        if step % 2: gc.collect()"))),
+    "copy": Cured("preferences", (("reference = copy.deepcopy(policy).eval().requires_grad_(False)",
+                                   "reference = policy"),), "a frozen copy of a model that trains"),
+    "del": Cured(HELD_BACK, (("    loss.backward()", "    del out\n    loss.backward()"),), "nothing reads"),
+    "upcast": Cured(FROZEN, (("requires_grad_(False)", "requires_grad_(False).bfloat16()"),
+                             ("base(x)", "base(x.bfloat16()).float()")), "frozen weights in 32 bits"),
+}
+
+
+def explained(path, text, changes, steps=3):
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    path.write_text(text)
+    return Explanation(run(Script(path, ()), steps))
+
+
+@pytest.mark.parametrize("name", CURES)
+def test_an_answer_saves_what_it_says(tmp_path, name):
+    case = CURES[name]
+    text = case.program if "\n" in case.program else (PROGRAMS / f"{case.program}.py").read_text()
+    found = explained(tmp_path / "script.py", text, case.before)
+    [answer] = [each for each in found.answers if each.name == name]
+    assert case.words in answer.what
+    assert answer in found.first or answer.saves < WORTH * found.timeline.peak
+    cured = explained(tmp_path / "cured.py", text, case.before + case.changes)
+    saved = found.timeline.peak - cured.timeline.peak
+    assert held(answer.saves, saved) or (answer.bound and 0 < saved <= answer.saves), (answer, saved)
+    assert sum(each.saves for each in cured.answers if each.name == name) <= answer.saves / 2
