@@ -8,18 +8,6 @@ from bisect import bisect_right
 from ...common.ledger import ACTIVATIONS, GRADIENTS, TEMPORARIES
 from ...memory.storage_records import STEP
 from ...memory.tracking.taking import WORKSPACE
-from .found import Found
-
-
-def in_two(timeline):
-    """Cut each batch in two."""
-    return in_parts(timeline, 2)
-
-
-def row_by_row(timeline):
-    """Cut each batch into its rows."""
-    rows = most_rows(timeline)
-    return in_parts(timeline, rows) if rows > 2 else "the batch has two rows at most"
 
 
 def most_rows(timeline):
@@ -27,22 +15,21 @@ def most_rows(timeline):
     return max((call.rows or 0 for call in timeline.recording.calls if call.depth == 1), default=0)
 
 
-def in_parts(timeline, parts):
-    """Cut each batch into `parts` micro-batches."""
-    rows = {call.rows for call in timeline.recording.calls if call.depth == 1 and call.rows}
-    if not rows or max(rows) < parts:
-        return "no model was given a batch of so many rows"
-    if any(call.sequence_first and call.rows in rows for call in timeline.recording.calls):
-        return "a module takes the sequence first (batch_first=False), so that the first dimension is no batch's"
-    if timeline.recording.why_whole:
+def whole(least, fewer):
+    """Say why batches stay whole: `fewer` if no model was given a batch of `least` rows."""
+    def why(timeline):
+        calls = timeline.recording.calls
+        rows = {call.rows for call in calls if call.depth == 1 and call.rows}
+        if most_rows(timeline) < least:
+            return fewer
+        if any(call.sequence_first and call.rows in rows for call in calls):
+            return "a module takes the sequence first (batch_first=False), so that the first dimension is no batch's"
         return timeline.recording.why_whole
-    whole = map(timeline.whole, cut(timeline))
-    spans = [(first, after, nbytes * (parts - 1) // parts) for first, after, nbytes in whole]
-    return Found(spans + [span for i in timeline.where(GRADIENTS) for span in _waiting(timeline, i)],
-                 "of what rows made and a step lets go of; the loss has to be a mean over the rows")
+
+    return why
 
 
-def cut(timeline):
+def of_rows(timeline):
     """List the records that are shorter with fewer rows: made from the rows of a batch in a step, and gone by the end
     of the next. What the program keeps for longer, as an evaluation's predictions, stays."""
     ends = [end for _, end in timeline.steps] + [timeline.rows] * 2
@@ -56,8 +43,7 @@ def cut(timeline):
     return found
 
 
-def _waiting(timeline, i):
-    """A gradient is there from the first part on; when another part's is made, both are for a moment."""
-    born, nbytes = int(timeline.born[i]), int(timeline.nbytes[i])
-    begin, _ = timeline.step_of(born)
-    return [(begin, born, nbytes), (born, born + 1, nbytes)]
+def waiting_gradients(timeline):
+    """List their spans: a gradient is there from the first part on; when another part's is made, both for a moment."""
+    return [(timeline.step_of(born)[0], born + 1, int(timeline.nbytes[i]))
+            for i in timeline.where(GRADIENTS) for born in [int(timeline.born[i])]]

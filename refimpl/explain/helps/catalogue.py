@@ -3,8 +3,9 @@
 from typing import NamedTuple
 
 from ... import catalog
-from .effects import EFFECTS, RANKS
+from .effects import EFFECTS
 from .found import LOOSE, SURELY, Found, Help
+from .row import RANKS
 
 
 class Technique(NamedTuple):

@@ -1,78 +1,40 @@
 """What each technique does to the bytes of a step: one table, EFFECTS.
 
-Read a row as a sentence: "ZeRO-1 cuts the optimizer's state to 1/8; of the update's temporaries nothing is left".
+Read a row as a sentence: "ZeRO-1 cuts the optimizer's state to a rank's part; of the update's temporaries nothing is
+left". Or "attention in tiles drops scores, cuts the copies of q, k and v to what tiles keep, and puts tiles in place".
 """
-
-from typing import NamedTuple
-
-import numpy as np
 
 from ...common.ledger import ACTIVATIONS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS
 from ...memory.tracking.taking import WORKSPACE
-from ..kinds import CASTS, COPIES, OF_LOSS, OF_SCORES, OTHER, UPDATE, Kinds
-from . import batches, head, packed, recomputed, states, tiles
-from .found import Found
+from ..kinds import CASTS, COPIES, OF_LOSS, OF_SCORES, OTHER, UPDATE
+from . import batches, head, recomputed, saved, states, tiles
+from .found import or_retained
+from .row import Row, cut, dropped, moved, packed, part
 
-RANKS = 8
 AS_THE_BATCH = (*OF_LOSS, *OF_SCORES, OTHER, WORKSPACE)  # temporaries that are as large as the batch
+BUCKETS = "buckets, and what is whole for a moment, come on top"
 
 
-class Effect(NamedTuple):
-    """1/`parts` of the bytes of some storages is left, nothing if 0, in the rows [(first, row after the last)] of
-    `when(timeline, i)`. `what`: categories and kinds, or one function of the timeline that lists records."""
-
-    what: tuple
-    parts: int = 0
-    when: object = lambda timeline, i: [timeline.whole(i)[:2]]  # from birth until freed
-
-    def records(self, timeline, kinds):
-        """List the storages that it is about."""
-        if callable(self.what[0]):
-            return self.what[0](timeline)
-        return [i for i in np.flatnonzero(timeline.nbytes).tolist()
-                if timeline.categories[i] in self.what or kinds[i] in self.what]
-
-    def spans(self, timeline, records):
-        """List (first row, row after the last, -bytes) of storages."""
-        whole = [(i, -int(timeline.nbytes[i])) for i in records]
-        return [(first, after, nbytes * (self.parts - 1) // self.parts if self.parts else nbytes)
-                for i, nbytes in whole for first, after in self.when(timeline, i)]
+def in_parts(n, **said):
+    """Cut batches to 1/n: gradients wait for the other parts."""
+    return Row([cut(batches.of_rows, to=part(n))], [batches.waiting_gradients], loose=False,
+               bound="of what rows made and a step lets go of; the loss has to be a mean over the rows",
+               nothing="nothing is made of a batch's rows", **said)
 
 
-def dropped(*what, **when):
-    """Leave nothing of storages."""
-    return Effect(what, **when)
+def made_again(calls, **said):
+    """Drop what calls keep for backward until it begins."""
+    return Row([dropped(calls.kept, when=calls.until_backward)], [calls.once_more], **said)
 
 
-moved = dropped  # to the host: nothing is left on the device
+def in_fewer_bytes(to, bound=saved.blocks_again, nothing="nothing of a wider type that wants a gradient is saved"):
+    """Pack what autograd saves, for as long as no operation uses it, and no variable of a module holds it."""
+    def away(when):
+        return [packed(saved.tensors, to=to, when=when)]
 
-
-def cut(*what):
-    """Leave a rank's part of storages."""
-    return Effect(what, RANKS)
-
-
-class Row(NamedTuple):
-    """What one technique does: where two effects name a storage, the last decides. It saves nothing where
-    `unless(timeline)` gives a reason, and where the first effect finds nothing. `bound` and `loose` are Found's."""
-
-    effects: list
-    bound: str = "buckets, and what is whole for a moment, come on top"
-    loose: bool = True  # a bound has to count all that can be cut
-    nothing: str = ""
-    unless: object = lambda timeline: None
-
-    def __call__(self, timeline):
-        """Return a Found, or why nothing is saved."""
-        if why := self.unless(timeline):
-            return why
-        kinds, spans, decided, records = Kinds(timeline), [], set(), []
-        for effect in reversed(self.effects):
-            records = effect.records(timeline, kinds)
-            spans += effect.spans(timeline, set(records) - decided)
-            decided |= set(records)
-        nothing = self.nothing or f"there is nothing of {' or '.join(map(str, self.effects[0].what))}"
-        return Found(spans, self.bound, self.loose) if spans and records else nothing
+    return Row(away(saved.while_unused), least=away(saved.once_returned), most=away(saved.at_once), bound=bound,
+               apart="what a module's variables hold is there beside what is packed, until it returns",
+               loose=saved.again, nothing=or_retained(nothing))
 
 
 EFFECTS = {
@@ -80,28 +42,39 @@ EFFECTS = {
                 loose=False, nothing="gradients are None already while the forward runs"),
     "no_grad": Row([dropped(states.saved_for_no_backward)], bound="what the program itself keeps stays", loose=False,
                    nothing="every forward here has its backward"),
-    "autocast": states.half_precision,  # cuts what has 32 bits to 1/2, and drops second copies of gradients
-    "accumulate": batches.in_two,  # cuts what is made of rows to 1/2; gradients wait for the other part
-    "rows": batches.row_by_row,  # to one row
-    "recompute": recomputed.blocks,  # drops what blocks keep, from their return until their backward
-    "masks": packed.lossless,  # packs what is saved, from its last use in forward until its backward
-    "bf16": packed.bf16,
-    "int8": packed.int8,
-    "host": packed.on_the_host,  # moves it, for the same rows
+    "autocast": Row([cut(states.in_32_bits, to=states.in_16_bits), dropped(GRADIENTS)],  # else copies are at the peak
+                    bound="norms, most losses and what they read stay in 32 bits, and weights are cast",
+                    unless=states.has_16_bits, nothing="no activation has 32 bits"),
+    "accumulate": in_parts(2, unless=batches.whole(2, "no model was given a batch of so many rows")),
+    "rows": in_parts(batches.most_rows, unless=batches.whole(3, "the batch has two rows at most")),
+    "recompute": made_again(recomputed.BLOCKS, unless=recomputed.no_blocks,
+                            nothing=or_retained("the blocks keep nothing for backward")),
+    "masks": in_fewer_bytes(saved.lossless, nothing="no mask is saved"),
+    "bf16": in_fewer_bytes(saved.bf16),
+    "int8": in_fewer_bytes(saved.int8, bound="what has inf, NaN or logarithms far apart stays whole"),
+    "host": Row([moved(saved.of_a_mib, when=saved.while_unused)],
+                bound="copies on their way are on the device; on a CPU nothing is saved",
+                nothing=or_retained("no saved tensor has 1 MiB")),
     "chunks": Row([cut(ACTIVATIONS), cut(*AS_THE_BATCH), dropped(*OF_SCORES)], unless=states.no_sequence,
                   bound="keys, values and their gradients stay for all chunks"),
-    "logits": head.without_logits,  # drops rows as wide as the vocabulary, and puts those of some tokens in place
-    "mlp": recomputed.mlps,  # drops what MLPs keep, as `recompute` does
-    "attention": tiles.tiles,  # drops scores, and puts tiles in place
+    "logits": Row([dropped(head.all_tokens)], [head.some_tokens], unless=head.no_loss,
+                  nothing="no rows of logits are in memory"),
+    "mlp": made_again(recomputed.MLPS, nothing=or_retained("the MLPs keep nothing for backward"),
+                      unless=lambda timeline: "" if recomputed.mlps(timeline) else
+                      "no MLP here is a module of its own, that drops out nothing and has no hooks"),
+    "attention": Row([dropped(tiles.softmaxes), dropped(*OF_SCORES), cut(tiles.copies, to=tiles.sources)],
+                     [tiles.products, tiles.tiles], most=[dropped(tiles.copies_of_shared_heads)], bound=tiles.bound,
+                     loose=False, nothing="no scores of tokens × tokens are in memory: attention runs in tiles "
+                                          "already, or there is none"),
     "data": Row([cut(ACTIVATIONS, INPUTS), cut(*AS_THE_BATCH)],
-                unless=lambda timeline: "the batch has one row" if batches.most_rows(timeline) == 1 else None,
+                unless=lambda timeline: "the batch has one row" if batches.most_rows(timeline) == 1 else "",
                 bound="gradients on their way are in buckets"),
-    "zero1": Row([cut(OPTIMIZER_STATE), dropped(UPDATE)]),
-    "zero2": Row([cut(OPTIMIZER_STATE, GRADIENTS), dropped(UPDATE)]),
-    "zero3": Row([cut(OPTIMIZER_STATE, GRADIENTS, PARAMETERS), dropped(UPDATE)]),
+    "zero1": Row([cut(OPTIMIZER_STATE), dropped(UPDATE)], bound=BUCKETS),
+    "zero2": Row([cut(OPTIMIZER_STATE, GRADIENTS), dropped(UPDATE)], bound=BUCKETS),
+    "zero3": Row([cut(OPTIMIZER_STATE, GRADIENTS, PARAMETERS), dropped(UPDATE)], bound=BUCKETS),
     "offload": Row([moved(OPTIMIZER_STATE, GRADIENTS), dropped(UPDATE)],
                    bound="where the device has a memory of its own; a bucket is there in turn"),
-    "compression": lambda timeline: "it saves bytes on the wire, none in memory",
+    "compression": Row([], nothing="it saves bytes on the wire, none in memory"),
     "tensor": Row([cut(OPTIMIZER_STATE, GRADIENTS, PARAMETERS, ACTIVATIONS), cut(*AS_THE_BATCH, COPIES, CASTS),
                    dropped(UPDATE)], bound="norms, and activations between the layers, stay whole"),
     "context": Row([cut(ACTIVATIONS, INPUTS), cut(*AS_THE_BATCH), dropped(*OF_SCORES)], unless=states.no_sequence,
@@ -109,5 +82,7 @@ EFFECTS = {
     "pipeline": Row([cut(OPTIMIZER_STATE, GRADIENTS, PARAMETERS, ACTIVATIONS), cut(*AS_THE_BATCH, COPIES, CASTS),
                      dropped(UPDATE)], bound="ranks with the embedding or the head hold more; the first keeps as many "
                                              "micro-batches as there are ranks"),
-    "allocator": states.fragments,  # takes back what is reserved and not allocated
+    "allocator": Row([], [states.fragments], bound="of what is reserved, not of the tensors", loose=False,
+                     nothing="a CPU's allocator reserves nothing; on CUDA the difference of reserved and allocated is "
+                             "said here"),
 }

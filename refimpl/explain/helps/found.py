@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 SURELY, LOOSE = 1.05, 1.3  # times what is saved: up to there a saving is exact, a bound is near
+NEARLY = 0.97  # a saving that is as near to its bound is no bound
 RETAINED = "graphs outlive their backward (retain_graph=True): when it would be dropped is not known"
 
 
@@ -16,6 +17,11 @@ class Found(NamedTuple):
     spans: list
     bound: str = ""
     loose: bool = False
+
+
+def or_retained(words):
+    """Say why nothing is found: `words`, or that graphs are retained."""
+    return lambda timeline: RETAINED if timeline.retained else words
 
 
 class Help(NamedTuple):

@@ -1,65 +1,73 @@
 """Recomputation: what a module made in forward is dropped when it returns, and made again when its backward begins."""
 
-import numpy as np
+from itertools import accumulate
+from typing import NamedTuple
 
 from ...common.ledger import ACTIVATIONS
 from ...memory.storage_records import BACKWARD
 from ..recorded_timeline import inside
-from .found import RETAINED, Found
+
+
+class Calls(NamedTuple):
+    """The calls of the modules that `paths(timeline)` names, and what of them a recomputation takes and makes."""
+
+    paths: object
+
+    def kept(self, timeline):
+        """List what they keep for backward."""
+        return [i for _, kept, _ in self._again(timeline) for i in kept]
+
+    def until_backward(self, timeline, records):
+        """From a call's return until it is made again."""
+        return [(i, call.end + 1, again) for call, kept, again in self._again(timeline) for i in kept if i in records]
+
+    def once_more(self, timeline):
+        """List the spans of what a call begins from, until it is made again, and of its temporaries then."""
+        spans = []
+        for call, kept, again in self._again(timeline):
+            spans += [(int(timeline.freed[i]), again, int(timeline.nbytes[i])) for i in call.inputs]
+            begins_with = timeline.nbytes[timeline.born == again].sum()  # once it is there
+            more = _highest(timeline, call) - timeline.nbytes[kept].sum() - begins_with
+            spans.append((again, again + 1, max(0, int(more))))
+        return spans
+
+    def _again(self, timeline):
+        """List (call, what it keeps, the row in which it is made again)."""
+        paths, found = self.paths(timeline), []
+        for call in timeline.recording.calls:
+            kept = timeline.kept_by(call) if call.path in paths else []
+            kept = [i for i in kept if timeline.categories[i] == ACTIVATIONS]
+            if kept:
+                begins = timeline.begins_backward(min(kept, key=lambda i: timeline.freed[i]), call.path)
+                found.append((call, kept, max(begins, call.end + 1)))
+        return found
 
 
 def blocks(timeline):
-    """Recompute every repeated block (`refimpl.checkpointing.recompute`)."""
-    paths = {path for model in timeline.recording.models for path in model.blocks}
-    if not paths:
-        return "no repeated blocks in the model: give the modules yourself"
+    """Return the paths of the repeated blocks that are not recomputed yet (`refimpl.checkpointing.recompute`)."""
     again = {each.module for each in timeline.records if each.phase == BACKWARD and (each.saved or each.offered)}
-    paths = {path for path in paths if not any(inside(module, path) for module in again)}
-    if not paths:
-        return "every block is recomputed already"
-    return _dropped(timeline, paths) or _nothing(timeline, "blocks")
+    return {path for model in timeline.recording.models for path in model.blocks
+            if not any(inside(module, path) for module in again)}
 
 
 def mlps(timeline):
-    """Compute the hidden layer of every MLP again (`refimpl.mlp.memory_efficient_mlps`)."""
-    paths = {path for model in timeline.recording.models for path in model.mlps}
-    if not paths:
-        return "no MLP here is a module of its own, that drops out nothing and has no hooks"
-    return _dropped(timeline, paths) or _nothing(timeline, "MLPs")
+    """Return the paths of the MLPs that are modules of their own (`refimpl.mlp.memory_efficient_mlps`)."""
+    return {path for model in timeline.recording.models for path in model.mlps}
 
 
-def _nothing(timeline, what):
-    return RETAINED if timeline.retained else f"the {what} keep nothing for backward"
+BLOCKS, MLPS = Calls(blocks), Calls(mlps)
 
 
-def _dropped(timeline, paths):
-    spans = []
-    for call in timeline.recording.calls:
-        if call.path not in paths:
-            continue
-        kept = [i for i in timeline.kept_by(call) if timeline.categories[i] == ACTIVATIONS]
-        if not kept:
-            continue
-        again = max(timeline.begins_backward(min(kept, key=lambda i: timeline.freed[i]), call.path), call.end + 1)
-        spans += [(call.end + 1, again, -timeline.nbytes[i]) for i in kept]
-        spans += [(int(timeline.freed[i]), again, int(timeline.nbytes[i])) for i in call.inputs]  # what it begins from
-        begins_with = sum(int(timeline.nbytes[i]) for i in np.flatnonzero(timeline.born == again))  # once it is there
-        more = _highest(timeline, call) - sum(int(timeline.nbytes[i]) for i in kept) - begins_with
-        spans.append((again, again + 1, max(0, more)))  # the forward's own temporaries, once more
-    return Found(spans) if spans else None
+def no_blocks(timeline):
+    """Say why no block can be recomputed."""
+    if not any(model.blocks for model in timeline.recording.models):
+        return "no repeated blocks in the model: give the modules yourself"
+    return "" if blocks(timeline) else "every block is recomputed already"
 
 
 def _highest(timeline, call):
     """The most bytes of what a call made, at any row up to where it saved its last: made again, it ends there."""
-    changes = {}
-    for i in timeline.made_in(call):
-        if timeline.born[i] > call.last_saving:
-            continue
-        changes[int(timeline.born[i])] = changes.get(int(timeline.born[i]), 0) + int(timeline.nbytes[i])
-        freed = min(int(timeline.freed[i]), call.end + 1)
-        changes[freed] = changes.get(freed, 0) - int(timeline.nbytes[i])
-    held = highest = 0
-    for row in sorted(changes):
-        held += changes[row]
-        highest = max(highest, held)
-    return highest
+    made = [i for i in timeline.made_in(call) if timeline.born[i] <= call.last_saving]
+    changes = [(int(timeline.born[i]), int(timeline.nbytes[i])) for i in made]
+    changes += [(min(int(timeline.freed[i]), call.end + 1), -int(timeline.nbytes[i])) for i in made]
+    return max(accumulate(nbytes for _, nbytes in sorted(changes)), default=0)

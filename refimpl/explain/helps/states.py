@@ -1,22 +1,21 @@
-"""What the rows of EFFECTS name: storages, their rows, why a technique saves nothing, and rules that are no row."""
+"""What rows of EFFECTS name: storages, when they are not there, and why a technique saves nothing."""
 
-from ...common.ledger import ACTIVATIONS, GRADIENTS, INPUTS, TEMPORARIES
+from ...common.ledger import ACTIVATIONS, INPUTS, TEMPORARIES
 from ..kinds import COPIES, KEPT, UPDATE, Kinds
-from .found import Found
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 NO_SEQUENCE = "no model ran"
 
 
-def between_steps(timeline, i):
-    """Return the rows from each step's end until the next backward, of a gradient that the next forward begins with."""
-    spans = []
+def between_steps(timeline, records):
+    """From each step's end until the next backward, where the next forward begins with a gradient."""
+    found = []
     for step, (_, end) in enumerate(timeline.steps[:-1]):
         begins = next((row for row in timeline.forwards if row >= end), timeline.rows)
         until = next((row for row in timeline.backwards if row >= end), timeline.steps[step + 1][1])
-        if timeline.born[i] < end and timeline.freed[i] > begins:
-            spans.append((end, min(until, int(timeline.freed[i]))))
-    return spans
+        found += [(i, end, min(until, int(timeline.freed[i]))) for i in records
+                  if timeline.born[i] < end and timeline.freed[i] > begins]
+    return found
 
 
 def saved_for_no_backward(timeline):
@@ -30,36 +29,38 @@ def saved_for_no_backward(timeline):
 
 
 def no_sequence(timeline):
-    """Return why sequences cannot be cut; None if a model that ran is causal, and takes a part of one."""
+    """Return why sequences cannot be cut; "" if a model that ran is causal, and takes a part of one."""
     models = timeline.recording.models
     if any(not (model.no_head or model.no_sequence) for model in models):
-        return None
+        return ""
     return next((model.no_head or model.no_sequence for model in models), NO_SEQUENCE)
 
 
-def half_precision(timeline):
-    """Run matrix products and what follows in 16 bits, under autocast."""
-    spans, kinds = [], Kinds(timeline)
-    saved_inputs = [i for i in timeline.where(INPUTS) if timeline.records[i].saved]  # then a 16-bit copy is
-    for i in timeline.where(ACTIVATIONS, TEMPORARIES) + saved_inputs:
-        record = timeline.records[i]
-        if record.dtype in ("bfloat16", "float16") and record.op in PRODUCTS and timeline.categories[i] == ACTIVATIONS:
-            return "matrix products run in 16 bits already"
-        if record.dtype == "float32" and kinds[i] not in (UPDATE, KEPT):
-            first, after, nbytes = timeline.whole(i)
-            spans.append((first, after, nbytes if kinds[i] == COPIES else nbytes // 2))
-        elif record.op.startswith("mkldnn_rnn"):  # what an LSTM keeps for itself: in 16 bits another kernel runs
-            spans.append(timeline.whole(i))
-    if not spans:
-        return "no activation has 32 bits"
-    spans += map(timeline.whole, timeline.where(GRADIENTS))  # the peak may be where fewer of them are there, or copies
-    return Found(spans, "norms, most losses and what they read stay in 32 bits, and weights are cast", True)
+def in_32_bits(timeline):
+    """List what products and what follows have in 32 bits, saved inputs, of which there is a copy in 16 bits then, and
+    what an LSTM keeps for itself: another kernel runs then."""
+    kinds, inputs = Kinds(timeline), [i for i in timeline.where(INPUTS) if timeline.records[i].saved]
+    return [i for i in timeline.where(ACTIVATIONS, TEMPORARIES) + inputs
+            if (timeline.records[i].dtype == "float32" and kinds[i] not in (UPDATE, KEPT))
+            or timeline.records[i].op.startswith("mkldnn_rnn")]
+
+
+def in_16_bits(timeline, records):
+    """Leave the half, but nothing of second copies of gradients, and of what only an LSTM's kernel keeps."""
+    kinds = Kinds(timeline)
+    return [0 if timeline.records[i].dtype != "float32" or kinds[i] in (UPDATE, KEPT, COPIES)
+            else int(timeline.nbytes[i]) // 2 for i in records]
+
+
+def has_16_bits(timeline):
+    """Say that products are in 16 bits."""
+    run = any(timeline.records[i].dtype in ("bfloat16", "float16") and timeline.records[i].op in PRODUCTS
+              for i in timeline.where(ACTIVATIONS))
+    return "matrix products run in 16 bits already" if run else ""
 
 
 def fragments(timeline):
-    """Take back what is reserved and not allocated."""
+    """Take back what an allocator on CUDA reserves and has not allocated."""
     cuda = timeline.recording.cuda
-    if not cuda or not timeline.trace.device.startswith("cuda"):
-        return "a CPU's allocator reserves nothing; on CUDA the difference of reserved and allocated is said here"
-    free = cuda["reserved"] - cuda["allocated"]
-    return Found([(0, timeline.rows, -free)], "of what is reserved, not of the tensors")
+    is_there = cuda and timeline.trace.device.startswith("cuda")
+    return [(0, timeline.rows, cuda["allocated"] - cuda["reserved"])] if is_there else []

@@ -3,41 +3,64 @@
 from ...attention import tiled_attention_bytes
 from ...memory.storage_records import BACKWARD, FORWARD
 from ..kinds import OF_SCORES, SOFTMAXES, Kinds
-from .found import LOOSE, Found
+
+SHARED = "what tiles keep of q, k and v is not counted, where keys and values are shared by heads"
+
+
+def softmaxes(timeline, phase=FORWARD):
+    """List the scores that are softmaxes, by head."""
+    kinds = Kinds(timeline)
+    return [i for i in timeline.where("activations", "temporaries", phase=phase) if timeline.records[i].op in SOFTMAXES
+            and len(timeline.records[i].shape) == 4 and kinds[i] in OF_SCORES]
+
+
+def copies(timeline):
+    """List the copies of q, k and v that dense products keep."""
+    return [j for i in softmaxes(timeline) for j in _copies(timeline, i)]
+
+
+def sources(timeline, records):
+    """Leave what tiles keep for copies: none where one product made q, k and v, which stays; else k and v as they are
+    before they are repeated for the heads that share them."""
+    left = {}
+    for i in softmaxes(timeline):
+        for j in _copies(timeline, i):
+            shape, nbytes = timeline.records[j].shape, int(timeline.nbytes[j])
+            left[j] = 0 if _fused(timeline, i) else nbytes // (shape[2] if len(shape) == 5 else 1)
+    return [left[j] for j in records]
+
+
+def products(timeline):
+    """List the spans in which products that made q, k and v at once stay."""
+    return [(int(timeline.freed[j]), int(timeline.freed[i]), int(timeline.nbytes[j]))
+            for i in softmaxes(timeline) for j in _fused(timeline, i)[:1]]
 
 
 def tiles(timeline):
-    """Compute attention tile by tile."""
-    kinds = Kinds(timeline)
-    scores = [i for i in timeline.where("activations", "temporaries") if kinds[i] in OF_SCORES]
-    softmaxes = [i for i in scores if timeline.records[i].op in SOFTMAXES and timeline.records[i].phase == FORWARD
-                 and len(timeline.records[i].shape) == 4]
-    if not softmaxes:
-        return "no scores of tokens × tokens are in memory: attention runs in tiles already, or there is none"
-    gone = [timeline.whole(i) for i in scores] + [span for i in softmaxes for span in _kept(timeline, i)]
-    spans = gone + [span for i in softmaxes for span in _operands(timeline, i)]
+    """List the spans of what tiled attention keeps for each softmax, and of its tiles in backward."""
+    spans = []
+    for i in softmaxes(timeline):
+        (B, H, T, S), end, product = timeline.records[i].shape, int(timeline.freed[i]), _product(timeline, i)
+        if product is not None:
+            D = _width(timeline, i)
+            form = tiled_attention_bytes((B, H, T, D), (B, H, S, D), dropout_p=0.1 if _has_noise(timeline, i) else 0.0)
+            gone = B * H * T * D * 4  # dO: dense attention has let it go by then, and v for dV, which the form has
+            spans += [(int(timeline.freed[product]), end, form.kept), (end - 1, end, form.peak - form.kept + gone)]
+    return spans
+
+
+def bound(timeline):
+    """Say why the bytes are a bound."""
     if not any(model.takes_attention for model in timeline.recording.models):
-        return Found(spans, "the model takes no other attention from outside: call flash_attention in it")
-    again = any(timeline.records[i].op in SOFTMAXES and timeline.records[i].phase == BACKWARD for i in scores)
-    if again:
-        return Found(spans, "where blocks are recomputed, tiles and what they keep are there once more")
-    copies = [j for i in softmaxes for j in _copies(timeline, i)]
-    if any(len(timeline.records[j].shape) == 5 for j in copies):
-        most = gone + [timeline.whole(j) for j in copies]
-        return Found(most, "what tiles keep of q, k and v is not counted, where keys and values are shared by heads",
-                     timeline.saved(most) > LOOSE * timeline.saved(spans))
-    return Found(spans)
+        return "the model takes no other attention from outside: call flash_attention in it"
+    if softmaxes(timeline, BACKWARD):
+        return "where blocks are recomputed, tiles and what they keep are there once more"
+    return SHARED if any(len(timeline.records[j].shape) == 5 for j in copies(timeline)) else ""
 
 
-def _kept(timeline, i):
-    """What tiled attention keeps for one softmax, and its tiles in backward."""
-    (B, H, T, S), end, product = timeline.records[i].shape, int(timeline.freed[i]), _product(timeline, i)
-    if product is None:
-        return []
-    D = _width(timeline, i)
-    form = tiled_attention_bytes((B, H, T, D), (B, H, S, D), dropout_p=0.1 if _has_noise(timeline, i) else 0.0)
-    gone = B * H * T * D * 4  # dO: dense attention has let it go by then, and v for dV, which the form has
-    return [(int(timeline.freed[product]), end, form.kept), (end - 1, end, form.peak - form.kept + gone)]
+def copies_of_shared_heads(timeline):
+    """List all copies, if that is what makes the bytes a bound."""
+    return copies(timeline) if bound(timeline) == SHARED else []
 
 
 def _product(timeline, i):
@@ -75,15 +98,8 @@ def _copies(timeline, i):
             and timeline.records[j].shape[-1:] == (D,) and timeline.records[j].module == record.module]
 
 
-def _operands(timeline, i):
-    """Dense products keep copies of q, k and v, heads of k and v repeated; tiles keep what these were made from."""
-    record, copies, D = timeline.records[i], _copies(timeline, i), _width(timeline, i)
-    fused = [j for j in _before(timeline, i) if timeline.records[j].op in ("mm", "addmm")
-             and timeline.freed[j] < timeline.freed[i]
-             and timeline.records[j].shape[-1:] == (3 * record.shape[1] * D,)]
-    if fused:
-        return [*(timeline.whole(j) for j in copies),
-                (int(timeline.freed[fused[0]]), int(timeline.freed[i]), int(timeline.nbytes[fused[0]]))]
-    repeated = [j for j in copies if len(timeline.records[j].shape) == 5]
-    return [(int(timeline.born[j]), int(timeline.freed[j]), -int(timeline.nbytes[j]) * (n - 1) // n)
-            for j in repeated for n in timeline.records[j].shape[2:3]]
+def _fused(timeline, i):
+    """List the products that made q, k and v of a softmax at once, and that dense attention lets go."""
+    wide = (3 * timeline.records[i].shape[1] * _width(timeline, i),)
+    return [j for j in _before(timeline, i) if timeline.records[j].op in ("mm", "addmm")
+            and timeline.freed[j] < timeline.freed[i] and timeline.records[j].shape[-1:] == wide]

@@ -2,7 +2,7 @@
 
 from explain_kit import helps_of, recorded
 
-from refimpl.explain.helps.states import half_precision
+from refimpl.explain.helps.effects import EFFECTS
 
 CLASSES = """
 import torch
@@ -33,7 +33,8 @@ for _ in range(9):
 def test_autocast_leaves_half_of_what_is_computed(tmp_path):
     timeline = recorded(tmp_path / "train.py", CLASSES)
     row, held = timeline.peak_row, timeline.trace.peak
-    taken = -sum(nbytes for first, after, nbytes in half_precision(timeline).spans if first <= row < after)
+    spans = EFFECTS["autocast"](timeline).spans
+    taken = -sum(nbytes for first, after, nbytes in spans if first <= row < after)
     computed = sum(held[name] for name in ("activations", "temporaries", "inputs"))
     assert taken == computed // 2 + held["gradients"] and computed > 3 * 4 * 512 * 64
 

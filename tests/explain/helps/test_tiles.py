@@ -4,7 +4,7 @@ from collections import Counter
 
 from explain_kit import recorded
 
-from refimpl.explain.helps.tiles import tiles
+from refimpl.explain.helps.effects import EFFECTS
 
 SHARED_KEYS = """
 import torch
@@ -33,7 +33,7 @@ for _ in range(9):
 def test_every_step_is_changed_alike(tmp_path):
     """Of scores, products, and keys and values that are repeated for the heads that share them: half of these go."""
     timeline = recorded(tmp_path / "train.py", SHARED_KEYS)
-    spans = tiles(timeline).spans
+    spans = EFFECTS["attention"](timeline).spans
     first, second = (Counter(nbytes for begin, _, nbytes in spans if step[0] <= begin < step[1])
                      for step in timeline.steps)
     assert first == second and first.total() + second.total() == len(spans)
