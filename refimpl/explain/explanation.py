@@ -237,7 +237,8 @@ def _helps(rows, peak, everything):
         lines.insert(1 + len(alone), "on several devices, each with such a model")
     rest = [row for row in rows if row not in useful]
     if everything:
-        lines += [f"{row.words if row.saves else 'nothing'}: {row.title} ({row.why or 'less than 0.5 %'})" for row in rest]
+        lines += [f"{row.words if row.saves else 'nothing'}: {row.title} ({row.why or 'next to nothing'})"
+                  for row in rest]
     elif rest:
         lines.append(f"nothing, or next to nothing, by {len(rest)} others: --all says why")
     return _indented("\n".join(lines))

@@ -1,8 +1,7 @@
-"""One plain answer, and all of them."""
+"""One plain answer: what takes bytes that need not be there, and the change that takes them away."""
 
+from collections import Counter
 from typing import NamedTuple
-
-SHOWN = 0.01  # share of the peak
 
 
 class Answer(NamedTuple):
@@ -19,7 +18,7 @@ class Answer(NamedTuple):
     bound: str = ""
 
     @property
-    def advice(self):
+    def advice(self) -> str:
         """Return the change and what it saves, in words; "" if there is none."""
         saved = f"{'at most ' if self.bound else ''}{self.saves:,} bytes{f' ({self.bound})' if self.bound else ''}"
         return self.change and (self.change if self.name == "grows" else f"{self.change}: saves {saved}")
@@ -28,10 +27,16 @@ class Answer(NamedTuple):
         return "\n  ".join(filter(None, (self.what, self.advice)))
 
 
-def answers(timeline):
-    """List the Answers of a RecordedTimeline that save a hundredth of its peak or more, those that save most first."""
-    from . import dead, foreach, masks, models, predictions, sparse  # noqa: PLC0415
-
-    found = [each for rule in (dead.dead, foreach.foreach, sparse.sparse, masks.masks, predictions.predictions,
-                               models.models) for each in rule(timeline)]
-    return sorted((each for each in found if each.saves >= SHOWN * timeline.peak), key=lambda each: -each.saves)
+def about(timeline, name, numbers, what, change, bound="", spans=None):
+    """List an Answer about the storages `numbers`, if any is there at the peak: `change` adds `spans` to the timeline,
+    by default that they are never there. In `what` {at} is where most of them were made."""
+    there = [i for i in numbers if timeline.born[i] <= timeline.peak_row < timeline.freed[i]]
+    if not there:
+        return []
+    lines, nbytes = Counter(), sum(int(timeline.nbytes[i]) for i in there)
+    for i in there:
+        lines[timeline.records[i].line] += int(timeline.nbytes[i])
+    made = tuple(line for line, _ in lines.most_common(3) if line is not None)
+    words = f"{nbytes:,} bytes {what.format(at=f'made at {made[0]}' if made else 'made by no line of the script')}"
+    whole = [timeline.whole(i) for i in numbers] if spans is None else spans
+    return [Answer(name, timeline.saved(whole), words, made, change, bound)]

@@ -13,7 +13,7 @@ from .answer import Answer
 
 OF_MODELS = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE)
 DEL, UNUSED, COLLECTED = "del", "unused", "collect"
-_TARGET = re.compile(r"\s*(?:for\s+([\w, .()]+?)\s+in\b|([\w, .]+?)\s*(?::[^=]+)?=(?!=))")  # before an `=`, or of a loop
+_TARGET = re.compile(r"\s*(?:for\s+([\w, .()]+?)\s+in\b|([\w, .]+?)\s*(?::[^=]+)?=(?!=))")
 
 
 def dead(timeline):

@@ -34,11 +34,11 @@ def largest_line(timeline):
     for line, nbytes in lines.most_common(1):
         if nbytes >= LARGE * timeline.peak:
             (op, dtype, shape), most = sorts[line].most_common(1)[0]
-            what = (f"{nbytes:,} bytes, {nbytes / timeline.peak:.0%} of the peak, are made at {line}: {line.text.strip()}"
-                    f"\n  {most:,} of them by {op}, {dtype} {tuple(shape)}")
+            what = (f"{nbytes:,} bytes, {nbytes / timeline.peak:.0%} of the peak, are made at {line}: "
+                    f"{line.text.strip()}\n  {most:,} of them by {op}, {dtype} {tuple(shape)}")
             return [Answer("line", 0, what, (line,), "")]
     return []
 
 
 def _of_technique(each):
-    return Answer(each.name, each.saves, f"{each.title} (page {each.page}) would help", (), f"`{each.call}`", each.bound)
+    return Answer(each.name, each.saves, f"{each.title} would help: page {each.page}", (), f"`{each.call}`", each.bound)

@@ -4,30 +4,30 @@ import inspect
 
 import torch
 
+from ...common.ledger import TEMPORARIES
 from ...memory.storage_records import STEP
-from .answer import Answer
+from .answer import about
 
-AT_ONCE = {"Adam": 3, "AdamW": 3, "NAdam": 3, "RAdam": 3, "Adamax": 3}  # temporaries that one parameter's update holds
-OTHERS = 2
+OF_ONE = {"Adam": 3, "AdamW": 3, "NAdam": 3, "RAdam": 3, "Adamax": 3}  # temporaries that one parameter's update holds
+OF_OTHERS = 2
 
 
 def foreach(timeline):
-    """List two Answers: `foreach=False`, and `fused=True` where the optimizer has it."""
-    update = [i for i in timeline.where("temporaries") if timeline.records[i].phase == STEP]
-    temporaries = [i for i in update if timeline.records[i].op.startswith("_foreach_")]
-    if not temporaries:
-        return []
+    """List two Answers: `fused=True`, where the optimizer has it, and `foreach=False`."""
+    temporaries = [i for i in timeline.where(TEMPORARIES, phase=STEP) if timeline.records[i].op.startswith("_foreach_")]
     name = next((each.name for each in timeline.recording.optimizers if each.foreach), "the optimizer")
-    lines = tuple(dict.fromkeys(timeline.records[i].line for i in temporaries if timeline.records[i].line))[:2]
-    at_peak = sum(int(timeline.nbytes[i]) for i in temporaries if timeline.born[i] <= timeline.peak_row
-                  < timeline.freed[i])
-    what = (f"{name} updates all parameters in one call (foreach), and holds {at_peak:,} bytes of temporaries for that"
-            f"{f', at {lines[0]}' if lines else ''}")
-    whole = [timeline.whole(i) for i in temporaries]
-    largest = max(int(timeline.nbytes[i]) for i in temporaries) * AT_ONCE.get(name, OTHERS)
-    of_one = [(min(first for first, *_ in some), max(after for _, after, _ in some), largest)
-              for step in timeline.steps if (some := [span for span in whole if step[0] <= span[0] < step[1]])]
-    found = [Answer("foreach", timeline.saved(whole + of_one), what, lines, f"`{name}(…, foreach=False)`")]
+    what = f"{{at}}, are temporaries of {name}, which updates all parameters in one call (foreach)"
+    found = []
     if "fused" in inspect.signature(getattr(torch.optim, name, foreach)).parameters:
-        found.append(Answer("fused", timeline.saved(whole), what, lines, f"`{name}(…, fused=True)`"))
-    return found
+        found += about(timeline, "fused", temporaries, what, f"`{name}(…, fused=True)`")
+    return found + about(timeline, "foreach", temporaries, what, f"`{name}(…, foreach=False)`",
+                         spans=_one_by_one(timeline, temporaries, OF_ONE.get(name, OF_OTHERS)))
+
+
+def _one_by_one(timeline, temporaries, count):
+    """Take temporaries away, and put in those of the largest parameter for as long as each update runs."""
+    whole = [timeline.whole(i) for i in temporaries]
+    largest = count * max((int(timeline.nbytes[i]) for i in temporaries), default=0)
+    steps = [[span for span in whole if begin <= span[0] < end] for begin, end in timeline.steps]
+    return whole + [(min(first for first, *_ in some), max(after for _, after, _ in some), largest)
+                    for some in steps if some]

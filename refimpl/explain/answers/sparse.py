@@ -1,32 +1,26 @@
 """Whole gradients of embedding tables, of which a batch reads a few rows: `sparse=True` makes those rows alone."""
 
-from ...common.ledger import GRADIENTS
+from ...common.ledger import GRADIENTS, TEMPORARIES
 from ...memory.storage_records import BACKWARD, STEP
-from .answer import Answer
+from .answer import about
 
-TABLES = ("embedding_dense_backward", "_embedding_bag_backward", "_embedding_bag_dense_backward")
-TAKE_SPARSE = ("SGD", "Adagrad", "SparseAdam")
+WHOLE = ("embedding_dense_backward", "_embedding_bag_backward", "_embedding_bag_dense_backward")
+TAKE_SPARSE = ("SGD", "Adagrad", "SparseAdam")  # of torch.optim
 
 
 def sparse(timeline):
-    """List an Answer, if an embedding's gradients are alive at the peak or their updates take room there."""
-    of_tables = [i for i in timeline.where(GRADIENTS, "temporaries", phase=BACKWARD)
-                 if timeline.records[i].op in TABLES]
-    shapes = {tuple(timeline.records[i].shape) for i in of_tables}
-    others = {tuple(record.shape) for record in timeline.records
-              if record.phase == BACKWARD and record.op not in TABLES}
-    shapes -= others  # a head that is tied to its table has a whole gradient anyway
-    gone = [i for i in of_tables if tuple(timeline.records[i].shape) in shapes]
-    gone += [i for i in timeline.where("temporaries", phase=STEP) if tuple(timeline.records[i].shape) in shapes]
-    if not gone:
-        return []
+    """List an Answer, if gradients of embedding tables, or their update, are there at the peak."""
+    made = [i for i in timeline.where(GRADIENTS, TEMPORARIES, phase=BACKWARD) if timeline.records[i].op in WHOLE]
+    shapes = {timeline.records[i].shape for i in made}
+    shapes -= {record.shape for record in timeline.records  # a table that is a head, too, has a whole gradient anyway
+               if record.phase == BACKWARD and record.op not in WHOLE}
+    gone = [i for i in made + timeline.where(TEMPORARIES, phase=STEP) if timeline.records[i].shape in shapes]
     name = next((each.name for each in timeline.recording.optimizers), "")
-    nbytes = sum(int(timeline.nbytes[i]) for i in gone if timeline.born[i] <= timeline.peak_row < timeline.freed[i])
-    lines = tuple(dict.fromkeys(timeline.records[i].line for i in gone if timeline.records[i].line))[:2]
-    what = (f"{nbytes:,} bytes are whole gradients of embedding tables and their update"
-            f"{f', made at {lines[0]}' if lines else ''}, though a batch reads a few rows")
-    change = "`sparse=True` in the embeddings" + (
-        "" if name in TAKE_SPARSE else f"; {name} takes no sparse gradients: give the tables `torch.optim.SparseAdam`, "
-                                       "which updates the rows that were read")
-    return [Answer("sparse", timeline.saved([timeline.whole(i) for i in gone]), what, lines, change,
-                   "" if name in TAKE_SPARSE else "the rows of the batch come on top")]
+    if name in TAKE_SPARSE:
+        change, bound = "`sparse=True` in the embeddings", ""
+    else:
+        change = (f"`sparse=True` in the embeddings, and for them `torch.optim.SparseAdam` in place of {name}, which "
+                  "takes none: only rows that were read are updated then")
+        bound = "the rows of the batch come on top"
+    return about(timeline, "sparse", gone, "{at}, are whole gradients of embedding tables and their update, though a "
+                 "batch reads a few rows", change, bound)

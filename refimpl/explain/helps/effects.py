@@ -6,12 +6,12 @@ left". Or "attention in tiles drops scores, cuts the copies of q, k and v to wha
 
 from ...common.ledger import ACTIVATIONS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS
 from ...memory.tracking.taking import WORKSPACE
-from ..kinds import CASTS, COPIES, OF_LOSS, OF_SCORES, OTHER, UPDATE
+from ..kinds import CASTS, COPIES, MASKS, OF_LOSS, OF_SCORES, OTHER, UPDATE
 from . import batches, head, recomputed, saved, states, tiles
 from .found import or_retained
 from .row import Row, cut, dropped, moved, packed, part
 
-AS_THE_BATCH = (*OF_LOSS, *OF_SCORES, OTHER, WORKSPACE)  # temporaries that are as large as the batch
+AS_THE_BATCH = (*OF_LOSS, *OF_SCORES, MASKS, OTHER, WORKSPACE)  # temporaries that are as large as the batch
 BUCKETS = "buckets, and what is whole for a moment, come on top"
 
 
