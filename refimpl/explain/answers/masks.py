@@ -9,5 +9,5 @@ def masks(timeline):
     kinds = Kinds(timeline)
     found = [i for i in range(len(timeline.records)) if timeline.nbytes[i] and kinds[i] == MASKS]
     return about(timeline, "mask", found, "{at}, are masks of tokens × tokens",
-                 "`is_causal=True` where the mask is that; for packed rows the lengths of documents (cu_seqlens), with a "
+                 "`is_causal=True` where the mask is that; for packed rows the documents' lengths (cu_seqlens), with a "
                  "kernel that takes them")
