@@ -20,6 +20,7 @@ from ..memory.tracker import Tracker
 from ..memory.tracking import listeners
 from ..memory.workspaces import with_those_of_a_log, with_unseen
 from .allocator_log import AllocatorLog
+from .hand_written import HandWritten, HandWrittenSteps
 from .kept import StepEnds
 from .models import ModelFacts, OptimizerFacts
 from .phases import Saving, own_phase
@@ -64,7 +65,7 @@ class ScriptRecording:
     why_whole: str | None = None  # why batches cannot be cut
     grows: list | None = None  # Held: what each step leaves more than the one before; None if that is not known
     kept: list = field(default_factory=list)  # Held: what outlives its step
-    saving: list = field(default_factory=list)  # Spans in which it saved or loaded
+    saving: list = field(default_factory=list)  # Spans in which it saved or loaded, or updated parameters by hand
     uses: Uses | None = None  # who read what last
 
 
@@ -84,7 +85,10 @@ class ScriptRecorder:
         self._counted = WeakIdKeyDictionary()  # parameters of models so far: a part that is called alone is no other
         self._updated = WeakIdKeyDictionary()  # parameters of optimizers that stepped
         self._log, self.rows = AllocatorLog(), Rows(self._tracker)
-        self._uses, self._tracker.on_operation = Uses(self._tracker), self._heard
+        self._uses = Uses(self._tracker)
+        self.by_hand = HandWrittenSteps(self._tracker)
+        self.backward_begins = self.by_hand.backward_begins
+        self._tracker.on_operation = self._ran
         self._of_this_step = 0  # the first record that was made after the last step
         self._ends, self._outlived = StepEnds(), (None, [])
         self._saving = Saving(lambda: len(self._tracker.ops))
@@ -93,6 +97,7 @@ class ScriptRecorder:
         self._tracker.__enter__()
         self._saving.__enter__()
         self._uses.__enter__()
+        self.by_hand.__enter__()
         self._log.begin()
         listeners.subscribe(self)
         if self._before:
@@ -108,12 +113,22 @@ class ScriptRecorder:
             listeners.unsubscribe(self._before)
         self._log.end()
         self._uses.__exit__(*exception)
+        self.by_hand.__exit__(*exception)
         self._saving.__exit__(*exception)
         self._tracker.__exit__(*exception)
+
+    def _ran(self, func, args, kwargs, outputs):
+        if self.stopped is None:
+            self.rows.follow(func, args, kwargs, outputs)
+            self._uses.follow(func, args, kwargs, outputs)
+        if not self._open:
+            self.by_hand.follow(func, args, kwargs)
 
     def enter_module(self, module):
         """Note the call, and at a model's first call what it is."""
         outermost = self.is_outermost()
+        if outermost:
+            self.by_hand.model_called()
         call = RecordedCall(self._tracker.path_of(module), len(self._tracker.ops), -1, len(self._open) + 1)
         call.nodes = torch._C._autograd._get_sequence_nr(), 0
         self._open.append((weakref.ref(module), call))
@@ -123,10 +138,6 @@ class ScriptRecorder:
         if outermost:  # `_given` comes next: with arguments by name, too
             call.trained, call.generates = any(p.requires_grad for p in module.parameters()), _is_in("generate")
             module._forward_pre_hooks_with_kwargs[self._hooks[0].id] = True
-
-    def _heard(self, func, args, kwargs, outputs):
-        self.rows.follow(func, args, kwargs, outputs)
-        self._uses.follow(func, args, kwargs, outputs)
 
     def is_outermost(self):
         """Tell whether a module that is called now is a model: a part that backward calls again is none."""
@@ -169,10 +180,15 @@ class ScriptRecorder:
 
     def stepped(self, optimizer):
         """Note the end of a step, and what the optimizer is."""
-        self.steps.append(len(self._tracker.ops))
-        self._of_this_step = len(self._tracker.records)
+        by_hand = isinstance(optimizer, HandWritten)
+        end, self._of_this_step = optimizer.at if by_hand else (len(self._tracker.ops), len(self._tracker.records))
+        self.steps.append(end)
         self._ends.ended(optimizer, self._of_this_step)
-        if optimizer not in self._known:
+        if by_hand:
+            self._updated.update((p, None) for p in optimizer.parameters)
+            for parameter in optimizer.parameters:
+                self._tracker.own_parameter(parameter)
+        elif optimizer not in self._known:
             self._known.add(optimizer)
             self.optimizers.append(OptimizerFacts.of(optimizer))
             self._updated.update((p, None) for group in optimizer.param_groups for p in group["params"])
@@ -194,12 +210,12 @@ class ScriptRecorder:
     def end(self):
         """Note that the last step has ended: what outlived its step is alive now."""
         self.stop()
+        self.stopped = self.steps[-1]  # of one by hand the end is known later
         self._outlived = self._ends.outlived(self._tracker)
 
     def stop(self):
         """Note that what follows is no part of the recording."""
         self._log.end()
-        self._tracker.on_operation = None
         self.stopped = len(self._tracker.ops)
         if all(p in self._counted for p in self._updated):  # else it updates copies, and whose is not known
             self._waiting = sum(p.numel() for p in self._counted if p.requires_grad and p not in self._updated)
@@ -213,12 +229,13 @@ class ScriptRecorder:
         if self.stopped is None:
             self.stop()
         self._see_which_go_back()
-        trace = self._tracker.until(self.stopped)
+        trace, calls = self._tracker.until(self.stopped), [call for call in self.calls if call.end <= self.stopped]
+        spans = [span for span in (*self._saving.spans, *self.by_hand.spans) if span.begin <= self.stopped]
         if self._log.events is not None and trace.device == "cpu":
             trace = with_those_of_a_log(with_unseen(trace, self._log.events), self._log.events)
-        return ScriptRecording(trace, self.steps, self.calls, self.wanting, self.models,
+        return ScriptRecording(trace, self.steps, calls, self.wanting, self.models,
                                self.optimizers, self._cuda, self._waiting, self.rows.of, self.rows.why_not,
-                               *self._outlived, self._saving.spans, self._uses)
+                               *self._outlived, spans, self._uses)
 
 
 def _is_in(name):

@@ -3,19 +3,25 @@
 import atexit
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .recorder import ScriptRecorder, ScriptRecording
 from .script import Ending
-from .steps import Steps
+from .steps import Steps, StepsDone
 from .switch import Switched
 
 if TYPE_CHECKING:
     from .script import Script
 
+MOST = 300_000  # operations of a recording: each takes about 13 kB until it is read
 STEPS = 3  # the first makes the optimizer's state; what the second leaves and the third leaves again grows
+
+
+class TooLong(ValueError):
+    """Says how many steps there is room for, where more were asked for."""
 
 
 @dataclass
@@ -23,7 +29,7 @@ class Run:
     """What came of a run: the ScriptRecording so far, how the script ended, and how many steps of `limit` it made.
 
     `by_class`: steps by class of optimizer. `switched`: the Switched technique, if one was. `is_parent`: False in a
-    process that the script forked and that came back here: it has nothing to say.
+    process that the script forked and that came back here: it has nothing to say. `notes`: the script's own.
     """
 
     name: str
@@ -36,6 +42,7 @@ class Run:
     caught: int
     switched: Switched | None
     is_parent: bool
+    notes: Sequence[str] = ()
 
     @property
     def status(self) -> int:
@@ -61,14 +68,14 @@ def run(script: "Script", steps: int = STEPS, switch: Any = None, report: Any = 
 
     `until`: "evaluation", "generation" or "save": it goes on to the first step behind one. `switch`: a technique to
     switch on. `report(run)` is called in place of a return, and the process ends, if the script catches the end of the
-    recording again and again.
+    recording again and again. TooLong, after two steps, if there is no room for so many.
     """
     process = os.getpid()
     switched = Switched(switch) if switch else None
 
     def made(ending):
         return Run(script.name, recorder.recording(), ending, steps, counter.count, dict(counter.by_class),
-                   counter.done, counter.caught, switched, os.getpid() == process)
+                   counter.done, counter.caught, switched, os.getpid() == process, script.notes)
 
     def caught():
         if report is not None:
@@ -78,12 +85,32 @@ def run(script: "Script", steps: int = STEPS, switch: Any = None, report: Any = 
         sys.stderr.flush()
         os._exit(0)  # the script catches what should end it, again and again
 
+    def stepped(optimizer):
+        recorder.stepped(optimizer)
+        if room() < steps:
+            raise StepsDone
+
+    def room():
+        ends, count = recorder.steps, counter.count
+        return MOST * (count - 1) // max(ends[-1] - ends[0], 1) if count > 1 else steps
+
     with switched or nullcontext():
         recorder = ScriptRecorder(switched.on_model if switched else None)
-        counter = Steps(steps, recorder.stepped, recorder.end, caught, lambda: until is None or recorder.has(until))
+        counter = Steps(steps, stepped, recorder.end, caught, lambda: until is None or recorder.has(until))
+        recorder.by_hand.on_step = counter.stepped
         with recorder, counter:
             ending = script.run()
+            try:
+                if ending.how in ("end", "exit"):
+                    recorder.by_hand.script_ended()
+            except StepsDone:
+                ending = Ending("steps")
+    if ending.how == "steps" and not counter.done:
+        raise TooLong(f"{steps} steps: a recording has room for {MOST:,} operations, here {room():,} steps; have the "
+                      "script do earlier what you look for, as by its own option that says when it saves")
     if ending.text and not counter.done:
+        if isinstance(ending.error, BrokenPipeError):
+            print(flush=True)  # raises it again where it is ours: nobody reads what is printed
         sys.stdout.flush()
         sys.stderr.write(ending.text)
     return made(ending)

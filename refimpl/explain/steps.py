@@ -1,6 +1,7 @@
 """When to stop: after k steps of every optimizer that still steps, by an exception from the last one's hook.
 
 `torch.optim` calls a global hook after each step, whoever called `step()`: a loop, a Trainer, Accelerate, a GradScaler.
+What a script does by hand in place of an optimizer is counted, too, where `hand_written` finds it.
 The exception is no `Exception`, so that a loop which goes on after errors does not swallow it, while `finally` blocks
 and contexts end as they would.
 """
@@ -10,6 +11,8 @@ from collections import Counter
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
+
+from .hand_written import HandWritten
 
 PATIENCE = 10  # how often a script may catch the end and go on
 SILENT = 2  # steps beyond its own that one optimizer makes while another waits: that one was given up
@@ -36,7 +39,7 @@ class Steps:
         self.by_class = Counter()
 
     def __enter__(self):
-        self._hook = register_optimizer_step_post_hook(self._stepped)
+        self._hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self.stepped(optimizer))
         return self
 
     def __exit__(self, *exception):
@@ -47,7 +50,8 @@ class Steps:
         """Return how many steps the slowest optimizer has made; per optimizer class the most are in `by_class`."""
         return min(self._steps.values(), default=0) if not self.done else self.limit
 
-    def _stepped(self, optimizer, args, kwargs):
+    def stepped(self, optimizer):
+        """Count a step of an optimizer. StepsDone if it was the last one."""
         if os.getpid() != self._process:
             return
         if self.done:
@@ -56,7 +60,7 @@ class Steps:
                 self._on_caught()
             raise StepsDone
         steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        name = type(optimizer).__name__
+        name = optimizer.name if isinstance(optimizer, HandWritten) else type(optimizer).__name__
         self.by_class[name] = max(self.by_class[name], steps)
         self._on_step(optimizer)
         if (min(self._steps.values()) >= self.limit or steps >= self.limit + SILENT) and self._reached():

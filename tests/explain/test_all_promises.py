@@ -15,7 +15,7 @@ OTHERWISE = ("compiled", "closures")  # another graph is compiled then; L-BFGS g
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem not in OTHERWISE))
 def test_what_is_promised_is_kept(name):
-    here, amiss = Program(name, done=name != "by_hand"), []
+    here, amiss = Program(name), []
     for technique, promise in here.helps.items():
         if not promise.saves:
             assert promise.why, technique

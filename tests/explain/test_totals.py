@@ -10,14 +10,13 @@ from refimpl.explain.recorded_timeline import RecordedTimeline
 ALL = sorted(path.stem for path in PROGRAMS.glob("*.py"))
 PUSHED = ("closures", "given_up", "graph", "input_gradients", "log_probabilities", "policy", "recurrent",
           "replay_buffer", "resumed", "small_gpt", "sums", "two_networks")
-NO_OPTIMIZER = ("by_hand",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.core if name in PUSHED else pytest.mark.nightly)
                                   for name in ALL])
 def test_the_total_is_the_allocator_s(name):
     made = run(Script(PROGRAMS / f"{name}.py"), 2)
-    assert made.done or name in NO_OPTIMIZER, made.words
+    assert made.done, made.words
     peak, alone = RecordedTimeline(made.recording).peak, peak_of(PROGRAMS / f"{name}.py", len(made.recording.steps))
     assert abs(peak - alone) <= 0.005 * alone, (peak, alone)
     assert str(Explanation(made))

@@ -54,14 +54,17 @@ class WatchedEngine(ImperativeEngine):
     """Autograd's engine, which notes before each backward where gradients will meet and which formulas ask.
 
     - `report(name, outputs)`: called when such a formula ran as one operation.
+    - `begins(tensors)`: called when a backward begins, with what it is of.
     """
 
-    def __init__(self, report):
+    def __init__(self, report, begins=None):
         super().__init__()
-        self._report = report
+        self._report, self._begins = report, begins
 
     def run_backward(self, tensors, *args, **kwargs):
         """Run autograd's own `run_backward` under hooks on these nodes."""
+        if self._begins is not None:
+            self._begins(tensors)
         hooks = list(self._hooks(tensors))
         try:
             return super().run_backward(tensors, *args, **kwargs)

@@ -73,7 +73,8 @@ def _install():
     _listen_to_autograd()
     _installed.enter_context(compiled.heard(functools.partial(tell, "tensor_made")))
     _installed.callback(setattr, Variable, "_execution_engine", Variable._execution_engine)
-    Variable._execution_engine = WatchedEngine(functools.partial(tell, "ran"))
+    Variable._execution_engine = WatchedEngine(functools.partial(tell, "ran"),
+                                               functools.partial(tell, "backward_begins"))
 
 
 def _enter_step(optimizer, args, kwargs):
