@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -77,10 +78,17 @@ def main(arguments=None):
                                  formatter_class=argparse.RawDescriptionHelpFormatter, epilog=check.EXAMPLE)
     check.add_arguments(checks)
     checks.set_defaults(run=check.run, parser=checks)
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_args(explain.as_one_word(sys.argv[1:] if arguments is None else arguments))
     if "run" in chosen:
         if said := untested(torch.__version__):
             print_text(said, file=sys.stderr)
-        chosen.run(chosen, chosen.parser)
+        try:
+            try:
+                chosen.run(chosen, chosen.parser)
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError:  # who read has enough, as `head` has
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is flushed at exit goes there
+            sys.exit(1)
     else:
         parser.print_help()

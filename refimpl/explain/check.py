@@ -19,16 +19,17 @@ from ..saving.durable import replacing
 from ..untrusted.files import text_of
 from ..untrusted.text import one_line, print_text, refuse, shown
 from .explanation import Explanation
-from .script import Function, Script
+from .script import Function, Module, Script
 from .script_run import STEPS
 from .script_run import run as run_script
 
 EXAMPLE = """FILE says what to run:
-  script = "train.py"            # or: function = "steps.py:step"; beside FILE
+  script = "train.py"            # or: function = "steps.py:step", or: module = "package.train"; beside FILE
   arguments = ["--rows", "8"]    # the script's own
   steps = 3                      # optimizer steps
   tolerance = 0.02               # share by which the peak may grow"""
 KEYS = {"script": "a path, as \"train.py\"", "function": "a function in a file, as \"steps.py:step\"",
+        "module": "the name of a module, as \"package.train\"",
         "arguments": "a list of texts, as [\"--rows\", \"8\"]",
         "steps": "a whole number, 1 or more, up to a million", "tolerance": "a share from 0 to 1, as 0.02",
         "recorded": "a table, which --record writes, with bytes by category and a peak above 0"}
@@ -45,6 +46,7 @@ class CheckFile:
     path: Path
     script: str | None = None
     function: str | None = None
+    module: str | None = None
     arguments: list = field(default_factory=list)
     steps: int = STEPS
     tolerance: float = 0.02
@@ -63,17 +65,20 @@ class CheckFile:
                 raise ValueError(f"{path}: {key[:LONGEST]} = {shown(value)}: no such key; expected {', '.join(KEYS)}")
             if not _fits(key, value):
                 raise ValueError(f"{path}: {key} = {shown(value)}: expected {KEYS[key]}")
-        if ("script" in found) == ("function" in found):
-            raise ValueError(f"{path}: expected script, {KEYS['script']}, or function, {KEYS['function']}: one of them")
+        if sum(key in found for key in ("script", "function", "module")) != 1:
+            raise ValueError(f"{path}: expected script, {KEYS['script']}, or function, {KEYS['function']}, or module, "
+                             f"{KEYS['module']}: one of them")
         if "function" in found and found.get("arguments"):
             raise ValueError(f"{path}: arguments = {shown(found['arguments'])} beside function: expected them beside "
                              "script")
         return cls(path, **found)
 
     def program(self):
-        """Return the Script or Function, found beside the file. OSError or ValueError if there is none."""
+        """Return the Script, Function or Module, found beside the file. OSError or ValueError if there is none."""
         if self.function:
             return Function(self.function, self.path.parent)
+        if self.module:
+            return Module(self.module, self.arguments, self.path.parent)
         return Script(self.path.parent / self.script, self.arguments)
 
     def record(self, ledger):
@@ -123,7 +128,7 @@ def _without_recorded(text):
 
 
 def _fits(key, value):
-    if key in ("script", "function"):
+    if key in ("script", "function", "module"):
         return isinstance(value, str) and 0 < len(value) <= LONGEST
     if key == "arguments":
         return isinstance(value, list) and all(isinstance(each, str) for each in value)

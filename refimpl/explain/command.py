@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -11,10 +12,10 @@ from pathlib import Path
 from ..untrusted.text import one_line, print_text, refuse
 from .explanation import Explanation
 from .helps import TECHNIQUES
+from .launchers import program
 from .phases import REACHED
 from .report_files import write
-from .script import Script
-from .script_run import STEPS
+from .script_run import STEPS, TooLong
 from .script_run import run as run_script
 from .switch import SWITCHES
 
@@ -24,15 +25,19 @@ def add_arguments(parser):
     parser.add_argument("--steps", type=_count, default=STEPS, metavar="K",
                         help=f"end the script after K steps of its optimizers; default: {STEPS}, as many as show what "
                              "grows from step to step")
-    parser.add_argument("--until", metavar="PHASE", choices=REACHED,
-                        help=f"go on, after K steps, to the first step behind one of {', '.join(REACHED)}")
+    parser.add_argument("--until", metavar="PHASE", type=_until,
+                        help=f"go on, after K steps, to the first step behind one of {', '.join(REACHED)}; or, with "
+                             "`step N`, to the N-th step")
     parser.add_argument("--out", metavar="FOLDER", help="write explain.html, .png and .json, and timeline.html there")
     parser.add_argument("--try", dest="switch", metavar="NAME", choices=SWITCHES,
                         help=f"run with a technique switched on from outside: {', '.join(SWITCHES)}")
     parser.add_argument("--all", action="store_true", help="say of each technique that saves nothing why")
+    parser.add_argument("-m", dest="is_module", action="store_true",
+                        help="SCRIPT is the name of a module, run as `python -m` runs it")
     # PARSER takes all that follows. With a REMAINDER after it argparse drops a "--", which is the script's own.
     parser.add_argument("script", nargs=argparse.PARSER, metavar="SCRIPT",
-                        help="a training script, run as it is; what follows are its own arguments")
+                        help="a training script, run as it is; what follows are its own arguments. Or: accelerate "
+                             "launch [options] SCRIPT, torchrun [options] SCRIPT, of which one process is run")
 
 
 def _count(text):
@@ -41,12 +46,28 @@ def _count(text):
     return int(text)
 
 
+def _until(text):
+    if text not in REACHED and not re.fullmatch(r"step [1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {', '.join(REACHED)}, or step N, with N steps, 1 or more")
+    return text
+
+
+def as_one_word(words):
+    """Return the words of a command line with `--until step N`, where it stands before the script, as two in place of
+    three: argparse knows no option that has one or two words."""
+    at = 1
+    while words[:1] == ["explain"] and at < len(words) and words[at].startswith("-"):
+        if words[at] == "--until" and words[at + 1 : at + 2] == ["step"]:
+            words = [*words[: at + 1], " ".join(words[at + 1 : at + 3]), *words[at + 3 :]]
+        at += 1 if words[at] in ("-m", "--", "--all") or "=" in words[at] else 2
+    return words
+
+
 def run(arguments, parser):
     """Run the script, print its explanation and end with its status: 0 once its steps are made."""
     try:
-        path, *own = arguments.script[arguments.script[0] == "--" :]
-        script = Script(path, own)
-    except OSError as error:
+        script = program(arguments.script[arguments.script[0] == "--" :], arguments.is_module)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         refuse(parser, error)
 
     before = _without(arguments) if arguments.switch else {}
@@ -55,7 +76,12 @@ def run(arguments, parser):
         if made.is_parent and int(os.environ.get("RANK", 0)) == 0:  # of several ranks one speaks
             say(made, arguments.out, before, arguments.all)
 
-    made = run_script(script, arguments.steps, arguments.switch, report, arguments.until)
+    until, _, number = (arguments.until or "").partition(" ")
+    steps = max(arguments.steps, int(number or 1))
+    try:
+        made = run_script(script, steps, arguments.switch, report, until if until in REACHED else None)
+    except TooLong as error:
+        refuse(parser, error)
     report(made)
     if made.status:
         sys.exit(made.status)
@@ -66,6 +92,7 @@ def _without(arguments):
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "refimpl", "explain", "--steps", str(arguments.steps), "--out", folder]
         command += ["--until", arguments.until] if arguments.until else []
+        command += ["-m"] if arguments.is_module else []
         done = subprocess.run([*command, *arguments.script], stdout=subprocess.DEVNULL)
         if done.returncode:
             sys.exit(done.returncode)

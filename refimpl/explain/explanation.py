@@ -14,6 +14,7 @@ from .answers import answers, first
 from .arithmetic import arithmetic
 from .helps import helps
 from .kept.names import CYCLE
+from .lines_below import lines_below
 from .phases import REACHED, peaks, phases_of
 from .recorded_timeline import RecordedTimeline
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .kept import Held
     from .script_run import Run
 
+SCHEMA = 1  # of as_dict(): another number if what is there is called otherwise, or means something else
 VIEWS = ("module", "line", "tensor")
 ROWS = 8
 NOTED, SHOWN = 0.001, 0.01  # shares of the peak: what grows by less is a note, what is kept is not shown below
@@ -99,6 +101,13 @@ class Explanation:
             counts[merged] += 1
         return [(f"{name}  × {counts[name]}" if counts[name] > 1 else name, n) for name, n in sums.most_common(ROWS)]
 
+    def _by(self, by):
+        """Return the rows of `top`; below a line with over half of the peak the library's lines that it came to."""
+        rows = self.top(by)
+        line, below = lines_below(self.trace.held(self.phase)) if by == "line" else (None, [])
+        at = next((i for i, (name, _) in enumerate(rows, 1) if line and name.startswith(f"{line}: ")), len(rows))
+        return rows[:at] + [(f"    {each}: {each.text}", nbytes) for each, nbytes in below[:ROWS]] + rows[at:]
+
     @cached_property
     def phases(self) -> dict[str, int]:
         """Return the peak of each phase of the script, as it goes through them, in bytes."""
@@ -127,7 +136,7 @@ class Explanation:
     @property
     def notes(self) -> list[str]:
         """Return sentences on what the figures leave out."""
-        found = list(self.trace.notes)
+        found = [*self.run.notes, *self.trace.notes]
         if cure := misfit(self.run.ending.text):
             found.append(cure)
         whole = self.trace.peak_moment()
@@ -164,7 +173,7 @@ class Explanation:
         where = one_line(f"after {moment.operation} in {moment.module or 'no module'}, {self.phase_of_peak}")
         parts = [head] + [f"what to change first\n{_listed(self.first)}"] * bool(self.first)
         parts.append(f"peak on {self.trace.device}: {human(moment.ledger.total)}, {where}\n\n{moment.ledger}")
-        parts += [f"by {by}\n{_rows(self.top(by))}" for by in VIEWS]
+        parts += [f"by {by}\n{_rows(self._by(by))}" for by in VIEWS]
         parts.append(f"by phase, each at its peak\n{_rows([(name, n) for name, n in self.phases.items()])}")
         if self.kept:
             rows = _rows([(f"{each}{f': {each.cure}' if each.cure else ''}", each.nbytes) for each in self.kept])
@@ -178,7 +187,11 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as lists, dicts, strings and numbers."""
-        found = {"script": self.run.name, "ending": self.run.words, "status": self.run.status, "steps": self.run.steps,
+        parameters = [each for model in self.run.recording.models for each in model.parameters]
+        found = {"schema": SCHEMA, "script": self.run.name, "ending": self.run.words, "status": self.run.status,
+                 "steps": self.run.steps, "parameters": {
+                     "total": sum(count for _, count, *_ in parameters),
+                     "trainable": sum(count for _, count, _, is_trained in parameters if is_trained)},
                  "device": self.trace.device, "notes": self.notes}
         if self.is_empty:
             return found

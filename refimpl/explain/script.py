@@ -1,17 +1,21 @@
 """Run a script as `python SCRIPT args` would: as `__main__`, with its own arguments, folder and exit status."""
 
+import importlib.util
 import io
 import os
 import runpy
 import sys
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ..memory.tracking.lines import begin_program
 from .steps import StepsDone
 
 if TYPE_CHECKING:
@@ -27,7 +31,7 @@ class Ending:
     """How a script ended. `how`: "steps" (ended by the count), "end", "exit", "error" or "interrupt".
 
     `status`: the exit status that Python would have given. `text`: what it would have written to stderr, without the
-    frames of refimpl. `words`: the last line of that. `error`: what was raised, if it failed.
+    frames of refimpl. `words`: that in one line. `error`: what was raised, if it failed.
     """
 
     how: str
@@ -38,24 +42,64 @@ class Ending:
 
 
 class Script:
-    """A script and its arguments. FileNotFoundError or IsADirectoryError, with the path, where there is none."""
+    """A script and its arguments. FileNotFoundError or IsADirectoryError, with the path, where there is none.
+
+    `environment`: variables that it finds. `notes`: sentences on how it is run, as without others of its ranks.
+    """
+
+    environment: Mapping[str, str] = {}
+    notes: Sequence[str] = ()
 
     def __init__(self, path: "str | PathLike[str]", arguments: Sequence[str] = ()) -> None:
         self.path, self.arguments, self.name = check_file(path), [*map(str, arguments)], str(path)
 
     def run(self) -> Any:
         """Run it in this process, to its end or a StepsDone, and return its Ending. Nothing is raised."""
-        return ending(self._run)
+        with _variables(self.environment):
+            return ending(self._run)
 
     def _run(self):
+        begin_program(self.path)
         with _as_main(self.path, self.arguments) as module:
             with io.open_code(self.path) as file:
                 code = compile(file.read(), self.path, "exec")
             exec(code, module.__dict__)
 
 
+class Module(Script):
+    """A module and its arguments, run as `python -m` runs it in `folder`. FileNotFoundError where there is none."""
+
+    def __init__(self, name: str, arguments: Sequence[str] = (), folder: "str | PathLike[str]" = ".") -> None:
+        self.name, self.arguments, self._folder = name, [*map(str, arguments)], os.path.abspath(folder)
+        with self._searched():
+            if name.startswith(".") or importlib.util.find_spec(name.partition(".")[0]) is None:  # imports nothing yet
+                raise FileNotFoundError(f"no module {name}: expected one that `python -m` finds from {self._folder}")
+
+    def _run(self):
+        with self._searched():
+            spec = importlib.util.find_spec(self.name)
+            if spec is not None and spec.submodule_search_locations is not None:
+                spec = importlib.util.find_spec(f"{self.name}.__main__")
+            if spec is None or spec.origin is None:
+                raise SystemExit(f"{self.name} is no module that `python -m` can run")
+            begin_program(spec.origin)
+            sys.argv = ["-m", *self.arguments]
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+
+    @contextmanager
+    def _searched(self):
+        argv, search = sys.argv, sys.path[:]
+        sys.path[0] = self._folder
+        try:
+            yield
+        finally:
+            sys.argv, sys.path[:] = argv, search
+
+
 class Function:
     """A function without arguments in a file, as "steps.py:step". Errors as those of Script; ValueError without ":"."""
+
+    notes: Sequence[str] = ()
 
     def __init__(self, name: str, folder: "str | PathLike[str]" = ".") -> None:
         path, colon, function = name.rpartition(":")
@@ -68,6 +112,7 @@ class Function:
         return ending(self._run)
 
     def _run(self):
+        begin_program(self.path)
         sys.path.insert(0, os.path.dirname(os.path.realpath(self.path)))
         found = runpy.run_path(self.path, run_name=Path(self.path).stem).get(self.function)
         if not callable(found):
@@ -96,9 +141,16 @@ def ending(action):
     except KeyboardInterrupt as error:
         return Ending("interrupt", 130, own_traceback(error), "KeyboardInterrupt")
     except BaseException as error:
-        text = own_traceback(error)
-        return Ending("error", 1, text, text.strip().rpartition("\n")[2], error)
+        return Ending("error", 1, own_traceback(error), _in_a_line(error), error)
     return Ending("end")
+
+
+def _in_a_line(error):
+    """Return an exception's type and the first line of its message that is not empty."""
+    kind = type(error)
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.").removeprefix("__main__.")
+    message = str(traceback.TracebackException.from_exception(error))  # there is one where str(error) fails
+    return ": ".join([name, *[line.strip() for line in message.splitlines() if line.strip()][:1]])
 
 
 def _exited(code):
@@ -121,6 +173,21 @@ def _as_main(path, arguments):
         yield module
     finally:
         sys.argv, sys.path[:] = argv, search
+
+
+@contextmanager
+def _variables(environment):
+    """Set variables of the environment. OMP_NUM_THREADS has been read by now: threads are set, too."""
+    before, threads = {name: os.environ.get(name) for name in environment}, torch.get_num_threads()
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", threads)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
 
 
 def own_traceback(error):

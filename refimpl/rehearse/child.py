@@ -1,7 +1,7 @@
 """One rehearsal, in a process of its own: `python -m refimpl.rehearse.child OPTIONS SCRIPT [args]`.
 
-OPTIONS is JSON: "device" (what phantom.start takes), "world", "rank", "steps", "numbers", "snapshot", "result" (where
-JSON is written: what came of it, or why it "cannot").
+OPTIONS is JSON: "device" (what phantom.start takes), "world", "rank", "steps", "numbers", "snapshot", "module" (whether
+SCRIPT is a module's name), "result" (where JSON is written: what came of it, or why it "cannot").
 The device comes first, then torch, then the script as `__main__`. The process ends with the script's own status, or 0
 once its steps are made.
 """
@@ -26,7 +26,7 @@ def main():
         sys.exit(1)
     import torch
 
-    from ..explain.script import Script
+    from ..explain.script import Module, Script
     from ..phantom import numbers
 
     if options["world"]:
@@ -35,7 +35,7 @@ def main():
         group.pretend(options["world"], options["rank"])
     if options["snapshot"]:  # once CUDA is begun: the script may set PYTORCH_ALLOC_CONF before
         torch.cuda._lazy_call(lambda: torch.cuda.memory._record_memory_history(context="all", stacks="python"))
-    script = Script(path, arguments)
+    script = (Module if options["module"] else Script)(path, arguments)
     rehearsal = Rehearsal(**{key: options[key] for key in ("steps", "numbers", "world", "rank", "snapshot")})
     began = time.perf_counter()
     with rehearsal:

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..allocator.command import size
 from ..common.ledger import human
 from ..estimate.command import number
-from ..explain.script import check_file
+from ..explain.script import Module, check_file
 from ..untrusted.text import one_line, print_json, print_text, refuse
 from .rehearsing import CannotRehearse, device, rehearse
 
@@ -24,6 +24,8 @@ part of what is reserved that is not allocated. The exit status is the script's 
 def add_arguments(parser):
     """Add the command's arguments to an argparse parser."""
     _add_options(parser, "")
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module, run as `python "
+                        "-m` runs it; what follows is all its own")
     parser.add_argument("script", metavar="SCRIPT", help="a training script, run as it is")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own")
 
@@ -50,10 +52,11 @@ def _add_options(parser, script):
 def run(arguments, parser):
     """Rehearse on each GPU, print what each took, and end with the script's status."""
     try:
-        script = check_file(arguments.script)
-        late = argparse.ArgumentParser(prog=parser.prog, add_help=False, allow_abbrev=False)
-        _add_options(late, Path(script).read_text(errors="replace"))
-        _, arguments.arguments = late.parse_known_args(arguments.arguments, arguments)
+        script = Module(arguments.script).name if arguments.module else check_file(arguments.script)
+        if not arguments.module:
+            late = argparse.ArgumentParser(prog=parser.prog, add_help=False, allow_abbrev=False)
+            _add_options(late, Path(script).read_text(errors="replace"))
+            _, arguments.arguments = late.parse_known_args(arguments.arguments, arguments)
         devices = {name: device(name, arguments.gpus, arguments.budget) for name in arguments.on.split(",")}
         if not 0 <= arguments.rank < (arguments.world or 1):
             raise ValueError(f"--rank {arguments.rank}: expected 0 ≤ rank < the number of --world, which is "
@@ -64,7 +67,7 @@ def run(arguments, parser):
             raise ValueError(f"--snapshot {arguments.snapshot}: there is no such folder")
     except (ValueError, OSError) as error:
         refuse(parser, error)
-    options = {key: getattr(arguments, key) for key in ("world", "rank", "steps", "numbers", "snapshot")}
+    options = {key: getattr(arguments, key) for key in ("world", "rank", "steps", "numbers", "snapshot", "module")}
     found = {}
     try:
         for name, each in devices.items():

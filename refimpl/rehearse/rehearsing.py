@@ -21,8 +21,9 @@ class CannotRehearse(RuntimeError):
 
 def rehearse(script: "str | PathLike[str]", arguments: Sequence[str] = (), *, on: str = "h100", gpus: int = 1,
              world: int | None = None, rank: int = 0, budget: Any = None, steps: int = 2, numbers: bool = False,
-             snapshot: Any = None, stdout: Any = None) -> dict[str, Any]:
-    """Run `script` for some steps on PyTorch's own allocator, and return what came of it.
+             snapshot: Any = None, module: bool = False, stdout: Any = None) -> dict[str, Any]:
+    """Run `script`, a file or with `module` the name of a module, for some steps on PyTorch's own allocator, and return
+    what came of it.
 
     - `on`: a GPU of the catalog, of which the script sees `gpus`; or what `device` returns.
     - `world`, `rank`: be one of that many ranks, as under torchrun; the others are not there.
@@ -38,8 +39,8 @@ def rehearse(script: "str | PathLike[str]", arguments: Sequence[str] = (), *, on
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         options = {"device": device(on, gpus, budget) if isinstance(on, str) else on, "steps": steps, "world": world,
-                   "rank": rank, "numbers": numbers, "snapshot": snapshot and os.path.abspath(snapshot),
-                   "result": str(result)}
+                   "rank": rank, "numbers": numbers, "module": module, "result": str(result),
+                   "snapshot": snapshot and os.path.abspath(snapshot)}
         paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
         command = [sys.executable, "-m", "refimpl.rehearse.child", json.dumps(options), str(script), *arguments]
         # a process of its own: the device has to come before torch

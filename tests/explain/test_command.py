@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from refimpl import cli
+from refimpl.explain import script_run
+from refimpl.explain.command import as_one_word
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -46,6 +48,7 @@ def test_a_script_is_explained_and_written(tmp_path):
     assert "train.py: 3 steps of AdamW, then ended" in said and "log-probabilities, kept by the loss" in said
     assert "train.py:" in said.partition("by line")[2], "the script's own lines"
     found = json.loads((tmp_path / "report" / "explain.json").read_text())
+    assert found["schema"] == 1 and found["parameters"] == dict.fromkeys(("total", "trainable"), 65 * 512)
     assert found["peak"] == sum(found["ledger"].values())
     assert found["arithmetic"]["expected"] + sum(n for _, n in found["arithmetic"]["rest"]) == found["peak"]
     helps = {each["name"]: each for each in found["helps"]}
@@ -70,6 +73,19 @@ def test_what_makes_no_sense_is_refused(capsys, arguments, words):
     with pytest.raises(SystemExit) as done:
         cli.main(["explain", *arguments])
     assert done.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_until_a_step(tmp_path, capsys, monkeypatch):
+    (tmp_path / "train.py").write_text(SCRIPT.replace("assert ", "").replace("(64, 64)", "(640, 64)"))
+    monkeypatch.chdir(tmp_path)
+    cli.main(["explain", "--until", "step", "5", "--out", "report", "train.py", "--out", "x"])
+    assert "train.py: 5 steps of AdamW, then ended" in capsys.readouterr().out
+    monkeypatch.setattr(script_run, "MOST", 200)
+    with pytest.raises(SystemExit) as done:
+        cli.main(["explain", "--until", "step", "9", "train.py"])
+    said = capsys.readouterr().err
+    assert done.value.code == 2 and "9 steps: a recording has room for 200 operations, here " in said
+    assert as_one_word(["explain", "train.py", "--until", "step", "9"])[1:] == ["train.py", "--until", "step", "9"]
 
 
 def test_what_follows_the_script_is_its_own_with_two_dashes_too(tmp_path, capsys):

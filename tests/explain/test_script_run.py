@@ -84,6 +84,13 @@ def test_what_does_not_come_to_its_steps_keeps_its_status(ran, capsys, text, sta
         assert "optimizer state" in str(Explanation(made)), "the ledger so far"
 
 
+@pytest.mark.parametrize(("error", "words"), [
+    ("ValueError('\\n\\n  what it is\\nand more\\n')", "ValueError: what it is"), ("KeyError('x')", "KeyError: 'x'"),
+    ("torch.OutOfMemoryError('none left.')", "torch.OutOfMemoryError: none left"), ("OSError()", "OSError")])
+def test_a_failure_is_said_by_its_type_and_its_first_line(ran, error, words):
+    assert ran(f"raise {error}").words == f"failed: {words}, after no optimizer step"
+
+
 def test_no_training_is_said(ran):
     said = str(Explanation(ran("with torch.no_grad(): model(torch.randn(2, 16))")))
     assert "no optimizer of torch.optim made a step" in said and "parameters" in said and "would help" not in said

@@ -32,6 +32,8 @@ _MODULE_CALL = torch.nn.Module._call_impl.__code__
 _ENGINE = WatchedEngine.run_backward.__code__
 _NUMBER = torch._C._autograd._get_sequence_nr
 _kinds = {}  # file name of code -> kind; "<string>" is not among them
+_FOLDERS = {**dict.fromkeys(_STANDARD, INNER), **dict.fromkeys((*_SITES, _PACKAGE), LIBRARY)}
+_own = {}  # the folder of the program that runs, and its file -> USER
 
 
 def _learn(frame):
@@ -47,9 +49,23 @@ def kind_of(path):
     """Return whose a file of code is: INNER, LIBRARY or USER."""
     if path.startswith(_INNER) or "torchinductor_" in path or (path.startswith("<") and path != "<stdin>"):
         return INNER
-    if path.startswith((*_SITES, _PACKAGE)) or f"{os.sep}site-packages{os.sep}" in path:
+    homes = {**_FOLDERS, **_own}
+    home = max((each for each in homes if path.startswith(each)), key=len, default="")
+    if f"{os.sep}site-packages{os.sep}" in f"{os.sep}{path.removeprefix(home)}":
         return LIBRARY
-    return INNER if path.startswith(_STANDARD) else USER
+    return homes.get(home, USER)
+
+
+def begin_program(path):
+    """Count the script or module `path`, and what lies beside it, as the user's: among libraries, too. A library that
+    lies below, as in a project's virtual environment, stays one; so do those beside a file that is no package's."""
+    _own.clear()
+    for each in (os.path.abspath(path), os.path.realpath(path)):
+        folder = os.path.dirname(each) + os.sep
+        alone = folder in _STANDARD or os.path.basename(folder[:-1]) in ("site-packages", "dist-packages")
+        _own[each if alone else folder] = USER
+    _own[str(path)] = USER
+    _kinds.clear()
 
 
 @functools.lru_cache(2**16)
