@@ -120,3 +120,12 @@ def test_the_class_of_optimizers_is_as_it_was(ran):
     before = torch.optim.Optimizer.__init__
     ran("backward(torch.randn(8, 128))")
     assert torch.optim.Optimizer.__init__ is before
+
+
+def test_an_input_that_changes_is_no_step_of_the_model_s(ran):
+    assert ran("""
+        x = torch.randn(64, 128, requires_grad=True)
+        for _ in range(9):
+            backward(x)
+            x.data += x.grad.sign()
+        """).run.words == "ended by itself, after no optimizer step"
