@@ -1,12 +1,11 @@
 """`refimpl replay SNAPSHOT`: what was live, by line; what failed and why, and which setting would have helped."""
 
-import argparse
 from collections import Counter
 
 import numpy as np
 
 from ..common.allocations import ALLOC
-from ..untrusted.text import one_line, print_text, refuse
+from ..untrusted.text import one_line, print_text, refuse, size
 from .recording_comparison import compare
 from .recording_start import capacity_of, line, trace_of
 from .replaying import explain
@@ -14,7 +13,6 @@ from .settings import WITHOUT_EFFECT, Settings, items
 from .snapshot import LIVE, Snapshot
 
 LINES = 12  # of the table of what is live
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def add_arguments(parser):
@@ -26,19 +24,6 @@ def add_arguments(parser):
                              "failed, else 80GiB")
     parser.add_argument("--settings", metavar="TEXT",
                         help="as in PYTORCH_CUDA_ALLOC_CONF; default: those of the recording")
-
-
-def size(text):
-    """Read "24GiB", "512MiB" or bytes. argparse's ArgumentTypeError for anything else, and for less than a byte."""
-    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
-    try:
-        nbytes = int(float(text.removesuffix(unit)) * UNITS[unit]) if unit else int(text)
-    except (ValueError, OverflowError):
-        nbytes = 0
-    if nbytes < 1:
-        raise argparse.ArgumentTypeError(f"invalid size value: {text!r}: expected 24GiB, 512MiB, 64KiB or a number of "
-                                         "bytes")
-    return nbytes
 
 
 def run(arguments, parser):

@@ -32,7 +32,8 @@ KEYS = {"script": "a path, as \"train.py\"", "function": "a function in a file, 
         "module": "the name of a module, as \"package.train\"",
         "arguments": "a list of texts, as [\"--rows\", \"8\"]",
         "steps": "a whole number, 1 or more, up to a million", "tolerance": "a share from 0 to 1, as 0.02",
-        "recorded": "a table, which --record writes, with bytes by category and a peak above 0"}
+        "recorded": "a table, which --record writes, with bytes by category and by phase, and a peak above 0"}
+OF_PHASE = "peak_of_"  # begins the keys of phases in [recorded]
 LIMIT = 2**18  # bytes of a file
 LONGEST = 4096  # letters of a path
 _HEADER = re.compile(r"""\s*\[\s*(recorded|"recorded"|'recorded')\s*\]\s*(#.*)?""")
@@ -41,7 +42,8 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 @dataclass(frozen=True)
 class CheckFile:
-    """What a file asks for. `recorded`: {"peak": bytes, category: bytes …}, empty before the first --record."""
+    """What a file asks for. `recorded`: {"peak": bytes, category: bytes …, "peak_of_forward": bytes …}, empty before
+    the first --record."""
 
     path: Path
     script: str | None = None
@@ -81,10 +83,10 @@ class CheckFile:
             return Module(self.module, self.arguments, self.path.parent)
         return Script(self.path.parent / self.script, self.arguments)
 
-    def record(self, ledger):
-        """Write the peak into the file, whole or not at all; the rest of it stays as it was written. ValueError if the
-        file cannot be edited so."""
-        text, path = self.text_with(ledger), os.path.realpath(self.path)  # a link stays a link
+    def record(self, ledger, phases):
+        """Write the peak, and that of each phase, into the file, whole or not at all; the rest of it stays as it was
+        written. ValueError if the file cannot be edited so."""
+        text, path = self.text_with(ledger, phases), os.path.realpath(self.path)  # a link stays a link
         with replacing(path) as beside:
             shutil.copymode(path, beside)
             with open(beside, "w", encoding="utf-8", newline="") as file:
@@ -92,12 +94,13 @@ class CheckFile:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def text_with(self, ledger):
-        """Return the file's text with another peak. ValueError if that would not read as it is meant, as where the
+    def text_with(self, ledger, phases=()):
+        """Return the file's text with other peaks. ValueError if that would not read as it is meant, as where the
         table is not under a [recorded] of its own."""
         before = text_of(self.path, LIMIT)
         meant = {"peak": ledger.total, **{name.replace(" ", "_"): nbytes for name, nbytes in ledger.items()},
-                 "torch": str(torch.__version__)}
+                 **{f"{OF_PHASE}{name}": nbytes for name, nbytes in dict(phases).items()},
+                "torch": str(torch.__version__)}
         table = ["", "[recorded]", *(
             f"{name if _BARE.fullmatch(name) else json.dumps(name, ensure_ascii=False)} = {json.dumps(value)}"
             for name, value in meant.items()), ""]
@@ -154,7 +157,12 @@ def _is_recorded(table):
 
 
 def _categories(table):
-    return {name: nbytes for name, nbytes in table.items() if name not in ("peak", "torch")}
+    return {name: nbytes for name, nbytes in table.items()
+            if name not in ("peak", "torch") and not name.startswith(OF_PHASE)}
+
+
+def _phases(table):
+    return {name.removeprefix(OF_PHASE): nbytes for name, nbytes in table.items() if name.startswith(OF_PHASE)}
 
 
 def add_arguments(parser):
@@ -164,8 +172,8 @@ def add_arguments(parser):
 
 
 def run(arguments, parser):
-    """Run what the file names, and compare or record. Exit status 1 if the peak has grown beyond the tolerance or is of
-    0 bytes, 2 for a bad file or none recorded, and the script's own if it fails."""
+    """Run what the file names, and compare or record. Exit status 1 if the peak, or a phase's, has grown beyond the
+    tolerance or is of 0 bytes, 2 for a bad file or none recorded, and the script's own if it fails."""
     try:
         plan = CheckFile.load(arguments.file)
         program = plan.program()
@@ -181,41 +189,50 @@ def run(arguments, parser):
     if not made.done:
         print_text(one_line(f"{program.name}: {made.words}; expected {plan.steps} optimizer steps"), file=sys.stderr)
         sys.exit(made.status or 1)
-    ledger = Explanation(made).moment.ledger
+    explanation = Explanation(made)
+    ledger = explanation.moment.ledger
     if arguments.record:
-        _record(plan, ledger, parser)
+        _record(plan, ledger, explanation.phases, parser)
         return
-    grown, words = compare(plan, ledger)
+    grown, words = compare(plan, ledger, explanation.phases)
     print_text(words, file=sys.stderr if grown else None)
     if grown:
         sys.exit(1)
 
 
-def _record(plan, ledger, parser):
+def _record(plan, ledger, phases, parser):
     if not ledger.total:
         print_text(f"{one_line(plan.path)}: not recorded: the peak has 0 bytes", file=sys.stderr)
         sys.exit(1)
     try:
-        plan.record(ledger)
+        plan.record(ledger, phases)
     except (OSError, ValueError) as error:
         refuse(parser, error)
     print_text(f"recorded in {one_line(plan.path)}: {ledger.total:,} bytes at the peak of {plan.steps} steps")
 
 
-def compare(plan, ledger):
-    """Return (whether the peak has grown beyond the tolerance, that in words) for a CheckFile and a Ledger."""
+def compare(plan, ledger, phases):
+    """Return (whether a peak has grown beyond the tolerance, that in words) for a CheckFile, the Ledger at the peak and
+    {phase: bytes}, each at its peak."""
     recorded = Ledger(_categories(plan.recorded))
     before, now, name = plan.recorded["peak"], ledger.total, one_line(plan.path.name)
     change = now / before - 1
     figures = f"{now:,} bytes, {before:,} recorded, {change:+.1%} (tolerance {plan.tolerance:.1%})"
-    if change <= plan.tolerance:
+    known = [(each, phases.get(each, 0), nbytes) for each, nbytes in _phases(plan.recorded).items()]
+    larger = [f"{one_line(each)} {nbytes:,} bytes, {was:,} recorded" for each, nbytes, was in known
+              if nbytes > was * (1 + plan.tolerance)]
+    if change <= plan.tolerance and not larger:
         fallen = "; less than recorded: --record keeps it so" if change < -plan.tolerance else ""
         return False, f"{name}: the peak is {figures}{fallen}"
     difference = ledger - recorded
     grown = sorted(((nbytes, one_line(each)) for each, nbytes in difference.items() if nbytes > 0), reverse=True)
     what = ", ".join(f"{each} {nbytes:+,}" for nbytes, each in grown) or "no single category"
+    peak = (f"the peak has grown: {figures}\nwhat grew: {what}" if change > plan.tolerance else
+            f"the peak is {figures}, but in other phases more is taken")
+    if larger:
+        peak += f"\nphases, each at its peak: {'; '.join(larger)}"
     other = one_line(plan.recorded.get("torch", torch.__version__))
     versions = f"\nrecorded under torch {other}, this is {torch.__version__}" if other != torch.__version__ else ""
-    return True, (f"{name}: the peak has grown: {figures}\nwhat grew: {what}{versions}\n"
+    return True, (f"{name}: {peak}{versions}\n"
                   "`refimpl explain` says which module and line; if it is meant, `refimpl check "
                   f"{one_line(plan.path)} --record`")

@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
-from ..untrusted.text import one_line, print_text, refuse
+from ..untrusted.text import one_line, print_text, refuse, size
+from .budget import fitting
 from .explanation import Explanation
 from .helps import TECHNIQUES
 from .launchers import program
@@ -31,6 +33,9 @@ def add_arguments(parser):
     parser.add_argument("--out", metavar="FOLDER", help="write explain.html, .png and .json, and timeline.html there")
     parser.add_argument("--try", dest="switch", metavar="NAME", choices=SWITCHES,
                         help=f"run with a technique switched on from outside: {', '.join(SWITCHES)}")
+    parser.add_argument("--budget", type=size, metavar="SIZE",
+                        help="say whether the peak fits into SIZE, as 16GiB, and if not try the cheapest techniques")
+    parser.add_argument("--with", dest="alone", metavar="NAMES", help=argparse.SUPPRESS)  # --try, and nothing beside it
     parser.add_argument("--all", action="store_true", help="say of each technique that saves nothing why")
     parser.add_argument("-m", dest="is_module", action="store_true",
                         help="SCRIPT is the name of a module, run as `python -m` runs it")
@@ -70,16 +75,20 @@ def run(arguments, parser):
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         refuse(parser, error)
 
-    before = _without(arguments) if arguments.switch else {}
+    before = _without(arguments) if arguments.switch else None
 
     def report(made):
         if made.is_parent and int(os.environ.get("RANK", 0)) == 0:  # of several ranks one speaks
-            say(made, arguments.out, before, arguments.all)
+            explanation = say(made, arguments.out, before, arguments.all)
+            if arguments.budget:
+                print_text("")
+                for line in fitting(explanation.as_dict(), arguments.budget, partial(_tried, arguments)):
+                    print_text(line, flush=True)
 
     until, _, number = (arguments.until or "").partition(" ")
-    steps = max(arguments.steps, int(number or 1))
+    steps, switch = max(arguments.steps, int(number or 1)), arguments.switch or arguments.alone
     try:
-        made = run_script(script, steps, arguments.switch, report, until if until in REACHED else None)
+        made = run_script(script, steps, switch, report, until if until in REACHED else None)
     except TooLong as error:
         refuse(parser, error)
     report(made)
@@ -89,28 +98,37 @@ def run(arguments, parser):
 
 def _without(arguments):
     """Explain the script as it is, in a process of its own, and return what its JSON has."""
+    found = _tried(arguments)
+    if found["status"]:
+        sys.exit(found["status"])
+    return found
+
+
+def _tried(arguments, *names):
+    """Explain the script with techniques switched on, in a process of its own, and return what its JSON has."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "refimpl", "explain", "--steps", str(arguments.steps), "--out", folder]
+        command += ["--with", "+".join(names)] if names else []
         command += ["--until", arguments.until] if arguments.until else []
         command += ["-m"] if arguments.is_module else []
         done = subprocess.run([*command, *arguments.script], stdout=subprocess.DEVNULL)
-        if done.returncode:
-            sys.exit(done.returncode)
-        return json.loads((Path(folder) / "explain.json").read_text(encoding="utf-8"))
+        written = Path(folder) / "explain.json"
+        return json.loads(written.read_text(encoding="utf-8")) if written.exists() else {"status": done.returncode or 1}
 
 
 def say(made, folder=None, before=None, everything=False):
-    """Print the explanation of a Run, and write its files if there is a `folder`. `everything`: as in `text`.
+    """Print the explanation of a Run and return it, and write its files if there is a `folder`.
 
-    `before`: what the JSON of a run without the switched technique has, to compare with.
+    `before`: what the JSON of a run without the switched technique has, to compare with. `everything`: as in `text`.
     """
     explanation = Explanation(made)
     print_text(f"\n{explanation.text(everything)}", flush=True)
-    if made.switched is not None:
+    if before is not None:
         print_text(f"\n{_compared(explanation, made, before)}")
     if folder is not None:
         for path in write(explanation, folder):
             print_text(f"wrote {one_line(path)}")
+    return explanation
 
 
 def _compared(explanation, made, before):

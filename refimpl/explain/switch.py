@@ -19,19 +19,22 @@ from .models import blocks_of
 
 
 class Switched:
-    """A context in which `on_model(model)` switches the technique `name` on for each model that a script calls.
+    """A context in which `on_model(model)` switches techniques on for each model that a script calls: one `name`, or
+    several as "none+recompute".
 
     Raises ValueError for a name that is not in `SWITCHES`. `applied` counts the models; `refused` has the reason for
     each that could not be changed.
     """
 
     def __init__(self, name):
-        if name not in SWITCHES:
-            raise ValueError(f"{name!r} cannot be switched on from outside: expected one of {', '.join(SWITCHES)}")
         self.name, self.applied, self.refused, self._stack = name, 0, [], ExitStack()
+        self._names = name.split("+")
+        for each in self._names:
+            if each not in SWITCHES:
+                raise ValueError(f"{each!r} cannot be switched on from outside: expected one of {', '.join(SWITCHES)}")
 
     def __enter__(self):
-        if self.name == "none":
+        if "none" in self._names:
             self._stack.callback(register_optimizer_step_post_hook(_drop_gradients).remove)
             self.applied = 1
         return self
@@ -41,13 +44,15 @@ class Switched:
 
     def on_model(self, model):
         """Switch it on for one model, at its first call."""
-        if self.name == "none" or next(model.parameters(), None) is None:
+        if next(model.parameters(), None) is None:
             return
-        try:
-            SWITCHES[self.name](model, self._stack)
-            self.applied += 1
-        except (TypeError, ValueError) as error:
-            self.refused.append(str(error))
+        for name in self._names:
+            try:
+                if name != "none":
+                    SWITCHES[name](model, self._stack)
+                    self.applied += 1
+            except (TypeError, ValueError) as error:
+                self.refused.append(str(error))
 
 
 def _blocks(model, stack):

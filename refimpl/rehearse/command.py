@@ -4,11 +4,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..allocator.command import size
 from ..common.ledger import human
 from ..estimate.command import number
 from ..explain.script import Module, check_file
-from ..untrusted.text import one_line, print_json, print_text, refuse
+from ..untrusted.text import one_line, print_json, print_text, refuse, size
 from .rehearsing import CannotRehearse, device, rehearse
 
 EXAMPLE = """examples:

@@ -1,5 +1,6 @@
-"""Prints names that came from a file, so that a terminal shows them and does not obey them."""
+"""Prints names that came from a file, so that a terminal shows them and does not obey them; reads sizes."""
 
+import argparse
 import json
 import re
 import reprlib
@@ -8,6 +9,8 @@ import sys
 # C0 but for newline and tab, DEL, C1, and what turns the direction of writing.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 ENDS = re.compile("[\t\n\u2028\u2029]")  # what begins another line or column, in a name
+
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 2, 120, 60, 120
@@ -59,3 +62,16 @@ def refuse(parser, error):
 def short(text, most=2000):
     """Leave out the middle of a long text."""
     return text if len(text) <= most else f"{text[:most // 2]} … {text[-most // 2:]}"
+
+
+def size(text):
+    """Read "24GiB", "512MiB" or bytes. argparse's ArgumentTypeError for anything else, and for less than a byte."""
+    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
+    try:
+        nbytes = int(float(text.removesuffix(unit)) * UNITS[unit]) if unit else int(text)
+    except (ValueError, OverflowError):
+        nbytes = 0
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError(f"invalid size value: {text!r}: expected 24GiB, 512MiB, 64KiB or a number of "
+                                         "bytes")
+    return nbytes

@@ -71,7 +71,7 @@ def test_what_is_recorded_reads_back_as_meant(tmp_path):
         path.write_text(text, newline="")
         before = tomllib.loads(text)
         for _ in range(2):
-            check.CheckFile.load(path).record(ledger)
+            check.CheckFile.load(path).record(ledger, {})
             after = tomllib.loads(path.read_text())
             assert after.pop("recorded")["peak"] == 8
             assert after == {key: value for key, value in before.items() if key != "recorded"}
@@ -93,7 +93,7 @@ def test_a_link_and_a_mode_stay(tmp_path):
     path.write_text('script = "train.py"\n')
     path.chmod(0o640)
     link.symlink_to(path)
-    check.CheckFile.load(link).record(memory.Ledger(activations=5))
+    check.CheckFile.load(link).record(memory.Ledger(activations=5), {})
     assert link.is_symlink() and stat.S_IMODE(path.stat().st_mode) == 0o640 and "peak = 5" in path.read_text()
 
 
@@ -101,7 +101,7 @@ def test_nothing_is_recorded_of_a_step_without_bytes(tmp_path, capsys):
     path = tmp_path / "memory.toml"
     path.write_text('script = "train.py"\n')
     with pytest.raises(SystemExit) as ended:
-        check._record(check.CheckFile.load(path), memory.Ledger(), None)
+        check._record(check.CheckFile.load(path), memory.Ledger(), {}, None)
     assert ended.value.code == 1 and "the peak has 0 bytes" in capsys.readouterr().err
     assert path.read_text() == 'script = "train.py"\n'
 

@@ -42,13 +42,30 @@ def test_recorded_held_grown(check):
     status, said, path = check("script = 'train.py'  # ours\ntolerance = 0.01\n", "--record")
     recorded = tomllib.loads(path.read_text())["recorded"]
     assert status == 0 and "# ours" in path.read_text() and recorded["peak"] == sum(
-        nbytes for name, nbytes in recorded.items() if name not in ("peak", "torch"))
+        nbytes for name, nbytes in recorded.items() if name not in ("peak", "torch") and "peak_of" not in name)
     status, said, _ = check()
     assert status == 0 and "+0.0% (tolerance 1.0%)" in said.out
     status, said, _ = check("arguments = ['1024']\n" + path.read_text())
     assert status == 1 and "the peak has grown" in said.err and "temporaries +" in said.err
     status, _, _ = check(None, "--record")
     assert status == 0 and path.read_text().count("[recorded]") == 1 and check()[0] == 0
+
+
+def test_a_phase_that_grows_below_the_peak(check):
+    """The peak is the optimizer's step: a batch that is larger by half shows in forward and backward alone."""
+    script = SCRIPT.replace("optim.SGD(model.parameters(), lr=0.1)", "optim.Adam(model.parameters(), foreach=True)")
+    status, _, path = check("script = 'train.py'\narguments = ['16']\n", "--record")
+    path.with_name("train.py").write_text(script)
+    assert check(None, "--record")[0] == 0
+    recorded = tomllib.loads(path.read_text())["recorded"]
+    assert recorded["peak"] == recorded["peak_of_optimizer"] > 1.2 * recorded["peak_of_backward"]
+    status, said, _ = check(path.read_text().replace("['16']", "['17']"))
+    assert status == 0, said.err  # of each phase less than a hundredth
+    status, said, _ = check(path.read_text().replace("['17']", "['24']"))
+    assert status == 1 and "but in other phases more is taken" in said.err
+    assert "forward" in said.err and f"{recorded['peak_of_forward']:,} recorded" in said.err and "optimizer" not in said.err
+    older = "\n".join(line for line in path.read_text().splitlines() if not line.startswith("peak_of_"))
+    assert check(older)[0] == 0  # recorded before there were phases
 
 
 def test_a_function_and_a_script_that_fails(check):

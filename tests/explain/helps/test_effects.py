@@ -25,7 +25,8 @@ def by_hand():
     timeline.born, timeline.freed = np.arange(1, 7), np.arange(11, 17)
     timeline.nbytes = np.array([80, 88, 96, 104, 112, 120])
     timeline.trace = SimpleNamespace(first_call=0)
-    timeline.window, timeline.recording = slice(1, 20), SimpleNamespace(models=[], calls=[], steps=[19])
+    timeline.window, timeline.recording = slice(1, 20), SimpleNamespace(
+        models=[], calls=[], steps=[19], uses=SimpleNamespace(masks=set()))
     return timeline
 
 
