@@ -4,11 +4,25 @@ from pathlib import Path
 
 import outside  # noqa: F401 - before anything imports torchvision
 
-from refimpl.explain import Script, run
+from refimpl.explain import Explanation, Script, run
 from refimpl.explain.helps import helps
 from refimpl.explain.recorded_timeline import RecordedTimeline
 
 PROGRAMS = Path(__file__).parents[1] / "explain" / "programs"
+HELD_BACK = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4096))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    out = model(torch.randn(512, 256))
+    loss = (out - 1).abs().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 
 
 def helps_of(timeline):
@@ -49,3 +63,12 @@ def recorded(path, text, *arguments, switch=None):
     made = run(Script(path, arguments), 2, switch)
     assert made.done, made.ending.text
     return RecordedTimeline(made.recording)
+
+
+def explained(path, text, changes=(), steps=3):
+    """Write a script to `path`, with (old, new) texts exchanged, and return the Explanation of its run."""
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    path.write_text(text)
+    return Explanation(run(Script(path, ()), steps))

@@ -1,4 +1,4 @@
-"""What to change first: what grows, then the plain answers, the line with most of the peak, and the best techniques."""
+"""What to change first: what grows, the plain answers, the lines with most of the peak, the best techniques."""
 
 from collections import Counter, defaultdict
 
@@ -17,27 +17,29 @@ def first(explanation):
     least = WORTH * timeline.peak
     plain = [each for each in explanation.answers if each.saves >= least]
     said = {line for each in found + plain for line in each.lines}
-    found += plain + [each for each in largest_line(timeline) if not said & set(each.lines)]
+    found += plain + [each for each in largest_lines(timeline) if not said & set(each.lines)]
     found += [_of_technique(each) for each in sorted(explanation.helps, key=lambda each: (each.loose, -each.saves))
               if each.saves >= least and not each.ranks and each.name != "rows"]  # the last resort of micro-batches
     return found[: max(MANY, len(explanation.grows))]
 
 
-def largest_line(timeline):
-    """List an Answer for the line that made most of what is no state of the models, if that is much of the peak."""
+def largest_lines(timeline):
+    """List an Answer for each of two lines, if it made much of the peak, states of the models apart."""
     lines, sorts = Counter(), defaultdict(Counter)
     for i in timeline.alive(timeline.peak_row).tolist():
         record = timeline.records[i]
         if timeline.categories[i] in (ACTIVATIONS, TEMPORARIES, INPUTS) and record.line is not None:
             lines[record.line] += int(timeline.nbytes[i])
             sorts[record.line][record.op, record.dtype, record.shape] += int(timeline.nbytes[i])
-    for line, nbytes in lines.most_common(1):
-        if nbytes >= LARGE * timeline.peak:
-            (op, dtype, shape), most = sorts[line].most_common(1)[0]
-            what = (f"{nbytes:,} bytes, {nbytes / timeline.peak:.0%} of the peak, are made at {line}: "
-                    f"{line.text.strip()}\n  {most:,} of them by {op}, {dtype} {tuple(shape)}")
-            return [Answer("line", 0, what, (line,), "")]
-    return []
+    return [_line(timeline, line, nbytes, *sorts[line].most_common(1)[0]) for line, nbytes in lines.most_common(2)
+            if nbytes >= LARGE * timeline.peak]
+
+
+def _line(timeline, line, nbytes, sort, most):
+    op, dtype, shape = sort
+    what = (f"{nbytes:,} bytes, {nbytes / timeline.peak:.0%} of the peak, are made at {line}: {line.text.strip()}\n"
+            f"  {most:,} of them by {op}, {dtype} {tuple(shape)}")
+    return Answer("line", 0, what, (line,), "")
 
 
 def _of_technique(each):

@@ -62,7 +62,11 @@ def no_blocks(timeline):
     """Say why no block can be recomputed."""
     if not any(model.blocks for model in timeline.recording.models):
         return "no repeated blocks in the model: give the modules yourself"
-    return "" if blocks(timeline) else "every block is recomputed already"
+    found = blocks(timeline)
+    if found and not any(call.path in found for call in timeline.recording.calls):
+        return (f"{len(found)} blocks, as {min(found)}, are compiled into one graph, so that none returns: recompute "
+                "them before torch.compile, or lower torch._functorch.config.activation_memory_budget")
+    return "" if found else "every block is recomputed already"
 
 
 def _highest(timeline, call):

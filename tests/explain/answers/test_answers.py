@@ -3,9 +3,8 @@
 from typing import NamedTuple
 
 import pytest
-from explain_kit import PROGRAMS, held
+from explain_kit import HELD_BACK, PROGRAMS, explained, held
 
-from refimpl.explain import Explanation, Script, run
 from refimpl.explain.answers.first import WORTH
 
 
@@ -18,20 +17,6 @@ class Cured(NamedTuple):
     before: tuple = ()
 
 
-HELD_BACK = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4096))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(4):
-    out = model(torch.randn(512, 256))
-    loss = (out - 1).abs().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
 FROZEN = """
 import torch
 from torch import nn
@@ -74,14 +59,6 @@ CURES = {
     "upcast": Cured(FROZEN, (("requires_grad_(False)", "requires_grad_(False).bfloat16()"),
                              ("base(x)", "base(x.bfloat16()).float()")), "frozen weights in 32 bits"),
 }
-
-
-def explained(path, text, changes, steps=3):
-    for old, new in changes:
-        assert old in text, old
-        text = text.replace(old, new)
-    path.write_text(text)
-    return Explanation(run(Script(path, ()), steps))
 
 
 @pytest.mark.parametrize("name", CURES)
