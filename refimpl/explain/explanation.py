@@ -10,7 +10,7 @@ from ..memory.storage_records import BUILD
 from ..memory.top import NO_MODULE, module_of
 from ..untrusted.text import one_line
 from ..versions import misfit
-from .answers import answers, first
+from .answers import answers, first, together
 from .arithmetic import arithmetic
 from .helps import helps
 from .kept.names import CYCLE
@@ -147,6 +147,11 @@ class Explanation:
         if any(each.holder == CYCLE for each in (*(self.run.recording.grows or ()), *self.run.recording.kept)):
             found.append("how much of what only cycles keep is there, Python's collector decides: without the recorder "
                          "it may run sooner or later, and the peak be another")
+        mapped = [i for i in self.timeline.alive(self.timeline.peak_row).tolist() if _is_mapped(self.trace.records[i])]
+        if mapped:
+            found.append(f"{self.timeline.nbytes[mapped].sum():,} bytes of the peak, loaded at "
+                         f"{self.trace.records[mapped[0]].line}, are safetensors' file, mapped: the process has them, "
+                         "and no allocator counts them")
         missed = [phase for phase in REACHED if phase not in self.phases] if self.run.done else []
         if missed:
             found.append(f"these steps had no {', no '.join(missed)}: where the script comes to one later, ask with "
@@ -210,6 +215,11 @@ class Explanation:
                         "helps": [each._asdict() for each in self.helps]}
 
 
+def _is_mapped(record):
+    """Tell whether a storage is a part of a file that safetensors mapped, and nothing that an allocator made."""
+    return record.op == "set_" and record.source is not None and record.source.file.startswith("safetensors")
+
+
 def _held(rows):
     return [{"bytes": each.nbytes, "lines": list(map(str, each.lines)), "holder": each.holder, "cure": each.cure}
             for each in rows]
@@ -220,12 +230,10 @@ def _answers(rows):
 
 
 def _listed(rows):
-    """Number Answers; those with the same `what` are one, with several changes."""
-    advice = {}
-    for each in rows:
-        advice.setdefault(each.what, []).append(each.advice)
+    """Number Answers."""
     return "\n".join("\n     ".join([f"  {n}. {one_line(first)}", *map(one_line, filter(None, (*rest, *changes)))])
-                     for n, (what, changes) in enumerate(advice.items(), 1) for first, *rest in [what.split("\n")])
+                     for n, (what, changes) in enumerate(together(rows).items(), 1)
+                     for first, *rest in [what.split("\n")])
 
 
 def _rows(rows):

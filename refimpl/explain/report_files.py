@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ..common.ledger import human
+from .answers import together
 
 STYLE = """body{font:15px/1.45 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;margin:.5em 0 1.5em}td,th{padding:.15em .8em;text-align:left;vertical-align:top}
@@ -44,12 +45,13 @@ def page(explanation, picture, timeline):
     moment, run = explanation.moment, explanation.run
     where = (f"after <code>{escape(moment.operation)}</code> in <code>{escape(moment.module or 'no module')}</code>, "
              f"{escape(moment.phase)}")
-    grows = "".join(f"<p><b>Grows by {each.nbytes:,} bytes a step</b>: {escape(str(each))}. {escape(each.cure)}</p>"
-                    for each in explanation.grows)
+    first = "".join(f"<li>{escape(what)}{''.join(f'<br><b>{escape(each)}</b>' for each in changes if each)}</li>"
+                    for what, changes in together(explanation.first).items())
+    first = f"<h2>What to change first</h2><ol>{first}</ol>" if first else ""
     encoded = base64.b64encode(picture).decode()
     device = escape(str(explanation.trace.device))
     parts = [f"<h1>{escape(Path(run.name).name)}</h1><p>{escape(run.words)}. Peak on {device}: "
-             f"<b>{human(moment.ledger.total)}</b>, {where}.</p>{grows}",
+             f"<b>{human(moment.ledger.total)}</b>, {where}.</p>{first}",
              f"<img alt=\"Bytes by category at the peak, and after every operation\" "
              f"src=\"data:image/png;base64,{encoded}\">",
              f"<p><a href=\"{escape(quote(timeline))}\">Every tensor, over time</a></p>",

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,7 @@ def test_a_script_is_explained_and_written(tmp_path):
     helps = {each["name"]: each for each in found["helps"]}
     assert helps["recompute"]["why"] and helps["logits"]["why"] and helps["rows"]["saves"] > 0.3 * found["peak"]
     page = (tmp_path / "report" / "explain.html").read_text()
+    assert "<h2>What to change first</h2>" in page and escape(found["first"][0]["what"]) in page
     assert f"{found['peak']:,}" in page and "http" not in page and "data:image/png;base64," in page
     assert (tmp_path / "report" / "explain.png").read_bytes().startswith(b"\x89PNG")
 

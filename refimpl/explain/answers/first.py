@@ -23,6 +23,14 @@ def first(explanation):
     return found[: max(MANY, len(explanation.grows))]
 
 
+def together(rows):
+    """Return {what takes bytes: the changes that are advised}: what two Answers say of one thing is said once."""
+    found = defaultdict(list)
+    for each in rows:
+        found[each.what].append(each.advice)
+    return found
+
+
 def largest_lines(timeline):
     """List an Answer for each of two lines, if it made much of the peak, states of the models apart."""
     lines, sorts = Counter(), defaultdict(Counter)

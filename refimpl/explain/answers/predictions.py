@@ -25,6 +25,6 @@ def predictions(timeline):
     kept = [i for i in timeline.where(ACTIVATIONS, TEMPORARIES)
             if phases[timeline.born[i] - 1] == EVALUATION and outlives_its_batch(i)]
     sources = {timeline.records[i].source for i in kept}
-    by_trainer = any(source and source.file.startswith("trainer") for source in sources)
+    by_trainer = any(source and "trainer" in source.file for source in sources)
     return about(timeline, "predictions", kept, "{at}, are what evaluation keeps of its batches",
                  TRAINER if by_trainer else BY_HAND)

@@ -9,12 +9,13 @@ from refimpl.explain.answers.first import WORTH
 
 
 class Cured(NamedTuple):
-    """A program, what is changed in it by hand, and a part of the sentence. `before`: changes in both."""
+    """A program, what is changed in it by hand, and parts of what is said. `before`: changes in both."""
 
     program: str
     changes: tuple
     words: str
     before: tuple = ()
+    change: str = ""
 
 
 FROZEN = """
@@ -46,16 +47,18 @@ CURES = {
     "sparse": Cured("embedding_bags", (("sparse=SPARSE", "sparse=True"),), "whole gradients of embedding tables"),
     "mask": Cured("dense_mask", NO_MASK, "masks of tokens × tokens"),
     "predictions": Cured("evaluated", (("report_to=", "prediction_loss_only=True, report_to="),),
-                         "what evaluation keeps", before=(("Rows(1024)", "Rows(192)"),)),
+                         "what evaluation keeps", before=(("Rows(1024)", "Rows(192)"),),
+                         change="`prediction_loss_only=True`"),
     "unread": Cured("resumed", (("    for _ in range(20)", "    del loaded\n    for _ in range(20)"),),
-                    "held by `loaded` of main()"),
+                    "held by `loaded` of main()", change="let go of `loaded`"),
     "unused": Cured("three_in_turn", LAZILY, "no step uses them"),
     "collect": Cured("copies_at_saving", (("if step % 2: ", ""),), "refer to each other", before=(
         ("import copy\n", "import copy\nimport gc\n\ngc.disable()\n"),
         ("average.checkpoint(folder, step)", "average.checkpoint(folder, step)\n        if step % 2: gc.collect()"))),
     "copy": Cured("preferences", (("reference = copy.deepcopy(policy).eval().requires_grad_(False)",
                                    "reference = policy"),), "a frozen copy of a model that trains"),
-    "del": Cured(HELD_BACK, (("    loss.backward()", "    del out\n    loss.backward()"),), "nothing reads"),
+    "del": Cured(HELD_BACK, (("    loss.backward()", "    del out\n    loss.backward()"),), "nothing reads",
+                 change="`del out`"),
     "upcast": Cured(FROZEN, (("requires_grad_(False)", "requires_grad_(False).bfloat16()"),
                              ("base(x)", "base(x.bfloat16()).float()")), "frozen weights in 32 bits"),
 }
@@ -67,9 +70,36 @@ def test_an_answer_saves_what_it_says(tmp_path, name):
     text = case.program if "\n" in case.program else (PROGRAMS / f"{case.program}.py").read_text()
     found = explained(tmp_path / "script.py", text, case.before)
     [answer] = [each for each in found.answers if each.name == name]
-    assert case.words in answer.what
+    assert case.words in answer.what and case.change in answer.change
     assert answer in found.first or answer.saves < WORTH * found.timeline.peak
     cured = explained(tmp_path / "cured.py", text, case.before + case.changes)
     saved = found.timeline.peak - cured.timeline.peak
     assert held(answer.saves, saved) or (answer.bound and 0 < saved <= answer.saves), (answer, saved)
     assert sum(each.saves for each in cured.answers if each.name == name) <= answer.saves / 2
+
+
+LOADED = """
+import torch
+from torch import nn
+
+torch.save(nn.Linear(1024, 1024).state_dict(), "weights.pt")
+base = nn.Linear(1024, 1024)
+base.load_state_dict(torch.load("weights.pt"))
+base.requires_grad_(False)
+head = nn.Linear(1024, 8)
+optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+for step in range(4):
+    head(base(torch.randn(4, 1024))).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_start_that_takes_more_than_training(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = explained(tmp_path / "script.py", LOADED)
+    [answer] = [each for each in found.answers if each.name == "load"]
+    cured = explained(tmp_path / "cured.py", LOADED, (
+        ("base = nn.Linear", "with torch.device('meta'): base = nn.Linear"), ('.pt"))', '.pt"), assign=True)')))
+    before, after = (max(each.timeline.totals) for each in (found, cured))
+    assert held(answer.saves, before - after) and answer in found.first
+    assert not [each for each in cured.answers if each.name == "load"]
