@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -135,6 +136,17 @@ def test_what_tests_notice_and_what_lives(checkout, monkeypatch, capsys):
         run(checkout, monkeypatch, "--count", 9)
     assert first == {"+ → -": notices, "1 → 2": notices, "< → <=": "tests/x/test_g.py::test_g",
                      "0 → 1": "tests/x/test_g.py::test_g"}
+
+
+def test_who_noticed_is_kept_in_the_tree_and_comes_first_in_another_checkout(checkout, monkeypatch):
+    notices = "tests/x/test_a.py::test_f"
+    monkeypatch.setattr(mutants, "who_notices", lambda mutant, *_: None if mutant.new == "2" else notices)
+    assert run(checkout, monkeypatch, "--count", 9, "--record") == 1
+    lines = (checkout / "tests" / "mutants.jsonl").read_text().splitlines()
+    faults = "a comparison: < → <=", "arithmetic: + → -", "off by one: 0 → 1"
+    assert [json.loads(line) for line in lines] == [[f"refimpl/x/a.py {fault}", notices] for fault in faults]
+    shutil.rmtree(checkout / "build")
+    assert mutants.who_noticed() == dict(map(json.loads, lines))
 
 
 def test_faults_that_change_nothing_are_left_out(checkout, monkeypatch):

@@ -9,8 +9,9 @@ the file's package, its own test file before the others and the quick before the
 meet the tests of `make test-all`. A test that hangs has noticed. Tests against the clock are left out: beside other
 work they fail without a fault. Two faults are tried at a time, each in a copy of HEAD. What was tried is kept in
 build/mutants/: interrupt it, and go on later. What lived is tried again once there are other tests, and everything once
-the package differs: then the test that noticed a fault before comes first. tests/mutants.toml lists faults that change
-nothing, each with the reason.
+the package differs: then the test that noticed a fault before comes first. `--record` writes to tests/mutants.jsonl
+which test that was: another checkout then takes minutes where this one took hours. tests/mutants.toml lists faults that
+change nothing, each with the reason.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from mutation import mutants_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TIERS = {"push": 0.95, "all": 0.97}  # of the faults that change something, how many each is to notice
+RECORD = Path("tests", "mutants.jsonl")
 AT_ONCE = 2
 HANGS = "it hangs"
 PATIENCE = 4, 60  # times what tests/costs.json says that the tests take, and seconds more: what takes longer hangs
@@ -44,12 +46,15 @@ def main():
     parser.add_argument("paths", nargs="*", type=Path, help="files or folders of refimpl/; default: all")
     parser.add_argument("--count", type=int, default=20, help="how many faults are drawn (default: 20)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--record", action="store_true", help="write who noticed what to tests/mutants.jsonl")
     chosen = parser.parse_args()
     if why := refused(chosen.paths):
         sys.exit(why)
     files = files_of(chosen.paths)
     drawn = draw(files, chosen.count, chosen.seed)
     said = try_all(drawn)
+    if chosen.record:
+        record(drawn)
     print(report(drawn, said))
     sys.exit(0 if enough(drawn, said) else 1)
 
@@ -120,17 +125,12 @@ def try_all(drawn):
     said = {each.name: "equivalent" for each in drawn if (each.file, each.text, each.change) in known}
     kept = ROOT / "build" / "mutants" / f"{git('rev-parse', '--short=12', 'HEAD:refimpl')}.jsonl"
     kept.parent.mkdir(parents=True, exist_ok=True)
-    head, lived, before = git("rev-parse", "--short=12", "HEAD"), set(), {}
-    for path in kept.parent.glob("*.jsonl"):
-        for name, tier, test, tests in map(json.loads, path.read_text().splitlines()):
-            if test:
-                before[anywhere(name)] = test
-            if path != kept:
-                continue
-            if test:
-                said.setdefault(name, tier)
-            elif tests == head:
-                lived.add((name, tier))
+    head, lived, before = git("rev-parse", "--short=12", "HEAD"), set(), who_noticed()
+    for name, tier, test, tests in verdicts(kept):
+        if test:
+            said.setdefault(name, tier)
+        elif tests == head:
+            lived.add((name, tier))
     with tempfile.TemporaryDirectory(prefix="mutants") as folder, kept.open("a") as file:
         copies = SimpleQueue()
         for tier in TIERS:
@@ -146,6 +146,27 @@ def try_all(drawn):
                 file.flush()
                 print(f"{tier:4} {'noticed' if test else 'lived':7} {mutant.name}", flush=True)
     return {each.name: said.get(each.name, "lived") for each in drawn}
+
+
+def verdicts(path):
+    """List what a file of lines holds: of what was tried [a mutant's name, tier, the test that noticed it or None, the
+    commit of the tests]; of RECORD [anywhere(name), the test]."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def who_noticed():
+    """Return {anywhere(name): the test that noticed it once}, here or where tests/mutants.jsonl was written."""
+    found = dict(verdicts(ROOT / RECORD))
+    for path in (ROOT / "build" / "mutants").glob("*.jsonl"):
+        found |= {anywhere(name): test for name, _, test, _ in verdicts(path) if test}
+    return found
+
+
+def record(drawn):
+    """Write to the tree which test noticed what of this draw, in the order of the files."""
+    found = who_noticed()
+    names = sorted({anywhere(each.name) for each in drawn} & found.keys())
+    (ROOT / RECORD).write_text("".join(json.dumps([name, found[name]]) + "\n" for name in names))
 
 
 def anywhere(name):
