@@ -44,6 +44,8 @@ def test_an_online_softmax_has_each_word_above_its_cells_and_no_cell_on_another(
     axes = plot_online(torch.zeros(2, 3), [state], 3).axes[0]
     cells = sorted({(cell.get_x(), cell.get_x() + cell.get_width()) for cell in axes.patches})
     assert len(cells) == 6 and all(a[1] <= b[0] + 1e-9 for a, b in zip(cells, cells[1:], strict=False))
+    left, right = axes.get_xlim()
+    assert left < cells[0][0] and cells[-1][1] < right, "a cell is cut off"
     words = {text.get_text(): text.get_position()[0] for text in axes.texts}
     middles = [words[name] for name in ("key 0", "key 1", "key 2", "m", "l", "O")]
     assert middles == pytest.approx([(left + right) / 2 for left, right in cells])

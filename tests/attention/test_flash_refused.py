@@ -93,6 +93,11 @@ def test_a_call_that_the_named_kernel_cannot_compute_is_refused(kernel, options,
         flash_attention(*(x.double() for x in given), kernel="triton", **options)
 
 
+def test_of_two_bad_arguments_the_kernel_is_not_named_first():
+    with pytest.raises(ValueError, match="dropout_p"):
+        flash_attention(*(x.double() for x in kit.inputs()[:3]), kernel="triton", dropout_p=2.0)
+
+
 def test_a_triton_that_lacks_gluon(monkeypatch):
     monkeypatch.delitem(sys.modules, gluon_forward.__name__)
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)

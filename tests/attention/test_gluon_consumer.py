@@ -40,6 +40,10 @@ def test_it_is_the_reference(shape, causal, window):
         assert_as_the_reference(MODULES, shape, causal, window, seed)
 
 
+def test_tiles_that_a_window_cuts_on_both_sides_and_tiles_between_them():
+    assert_as_the_reference(MODULES, (1, 1, 1, 600, 900, 64), False, 200)
+
+
 def test_a_row_whose_every_score_is_minus_infinity_and_a_nan():
     q, k, v, _ = kit.inputs(1, 1, 1, 200, 200, 64, requires_grad=False)
     q[:, :, 4], k[:], q[:, :, 150, 0] = -math.inf, 1.0, math.nan
