@@ -167,6 +167,7 @@ def test_the_mesh_as_text():
     assert str(Mesh()).splitlines()[0] == "Mesh(): 1 rank"
     levels = str(Mesh(dp=4, shards=2)).splitlines()
     assert levels[1].split("   ")[-2:] == ["shard 0", "shard 1"] and levels[3].startswith("replica 1")
+    assert "…" not in str(Mesh(tp=8)) and str(Mesh(tp=9)).count("…") == 2, "eight columns with their head have room"
     lines = str(Mesh(dp=16, tp=32, pp=2)).splitlines()
     assert "…" in lines and max(map(len, lines)) < 100 and lines[-1].split()[-1] == "1023"
 

@@ -12,6 +12,8 @@ def test_every_point_is_drawn_at_its_place():
     figure = plot_time_peak(Program(chain).curve(), {**points, "also none": points["none"]})
     (axes,) = figure.axes
     assert {text.get_text() for text in axes.texts} >= {"full", "none, also none"}
+    (stairs,) = [line for line in axes.lines if line.get_label() == "optimal schedule"]
+    assert list(stairs.get_ydata()[-2:]) == [1, 1], "with more bytes it stays as fast as where all is kept"
     last = [line for line in axes.lines if line.get_marker() not in (".", "None")]
     assert [(line.get_xdata()[0] * 2**20, line.get_ydata()[0] * 18) for line in last] == list(points.values())
     assert figure._repr_png_()[:4] == b"\x89PNG"

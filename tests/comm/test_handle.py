@@ -1,5 +1,7 @@
 """A collective under way, with works that only pretend."""
 
+import weakref
+
 import pytest
 import torch
 from patience import in_time, patiently
@@ -7,7 +9,7 @@ from patience import in_time, patiently
 from refimpl import memory
 from refimpl.comm import Handle
 from refimpl.comm.backend.torch_internals import lend
-from refimpl.comm.handle import copied_to_out
+from refimpl.comm.handle import Then, copied_to_out
 
 
 class Work:
@@ -68,3 +70,11 @@ def test_what_has_landed_where_it_belongs_is_not_copied():
     assert copied_to_out(out, out) is out and copied_to_out(out.detach(), out) is out and out._version == version
     parameter = torch.nn.Parameter(torch.zeros(4))
     assert copied_to_out(torch.ones(4), parameter) is parameter and parameter.sum() == 4
+
+
+def test_what_was_sent_is_gone_when_what_follows_begins():
+    handle = Handle([Work()], torch.ones(3))
+    there = weakref.ref(handle)
+    then = Then(handle, lambda result: (result.sum().item(), there()))
+    del handle
+    assert then.wait() == then.wait() == (3, None)

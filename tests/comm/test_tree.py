@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from refimpl.comm.tree import tree_all_reduce, tree_traffic
+from refimpl.comm import Link
+from refimpl.comm.tree import tree_all_reduce, tree_seconds, tree_traffic
 
 
 class Rank:
@@ -40,3 +41,9 @@ def test_every_rank_has_the_sum_and_sends_what_is_predicted():
 def test_the_traffic_of_each_rank():
     assert [tree_traffic(8, N) for N in (1, 2, 3, 4, 5, 8, 9)] == [0, 8, 16, 16, 24, 24, 32]
     assert [tree_traffic(8, 6, rank) for rank in range(6)] == [24, 8, 16, 8, 16, 8]
+
+
+def test_so_many_messages_follow_one_upon_the_other():
+    link = Link(bytes_per_second=1e9, latency=0.25)
+    for N, messages in ((1, 0), (2, 2), (3, 4), (4, 4), (5, 6), (8, 6), (9, 8)):
+        assert tree_seconds(0, N, link) == messages * 0.25, N

@@ -209,3 +209,10 @@ def test_a_long_name_at_the_peak_stays_beside_the_axis_numbers(by_hand, row):
     for axes in figure.axes[2:]:
         words, box = axes.texts[-1].get_window_extent(), axes.get_window_extent()
         assert box.x0 <= words.x0 and words.x1 <= box.x1
+
+
+def test_what_the_figures_leave_out_stands_above_them(by_hand):
+    assert by_hand.plot().get_suptitle() == ""
+    by_hand.notes += ["a note of more words than one line has " * 5, "another", "another"]
+    above = by_hand.plot().get_suptitle()
+    assert above.count("a note of") == 5 and above.split("\n")[-1] == "another" and above.count("another") == 1

@@ -8,6 +8,7 @@ from refimpl import memory
 from refimpl.common.figure import COLOURS
 from refimpl.common.gantt import PALETTE, WAITING, gantt, tracks_of
 from refimpl.common.spans import Span
+from refimpl.memory.trace import Op, StorageRecord, Trace
 
 MS = 10**6
 START = 1_700_000_000 * 10**9  # ns since 1970
@@ -87,3 +88,10 @@ def test_bytes_are_on_the_same_axis_of_time():
     at = {round(float(x), 3) for vertices in areas.values() for x, _ in vertices}
     assert 7.0 in at and "parameters" in [text.get_text() for text in figure.legends[0].get_texts()]
     assert y.shape == (256, 64)
+
+
+def test_bytes_are_in_the_largest_unit_of_which_there_is_one():
+    for nbytes, unit in ((2**10 - 1, "bytes"), (2**10, "KiB"), (2**20 - 1, "KiB"), (2**20, "MiB")):
+        record = StorageRecord("cpu", "load", "forward", "", -1, nbytes, roles={"parameters"})
+        t = Trace([Op("load", "forward", "", START)], [record], [(-1, 0, nbytes)], first_call=0)
+        assert gantt(SPANS, t).axes[1].get_ylabel() == unit

@@ -115,3 +115,10 @@ def test_columns_are_orthonormal(r):
 def test_a_matrix_of_that_rank_is_sent_whole():
     x, made = torch.randn(60, 2) @ torch.randn(2, 80), GradientCompressor("powersgd", rank=2)
     torch.testing.assert_close(made.decompress(made.compress(x)), x, atol=1e-4, rtol=1e-4)
+
+
+def test_a_column_of_zeros_stays():
+    for matrix in (torch.zeros(5, 1), torch.zeros(5, 2), torch.tensor([[0.0, 0.0], [2.0, 0.0], [0.0, 0.0]])):
+        zeros = (matrix == 0).all(0)
+        orthonormalize(matrix)
+        assert (matrix[:, zeros] == 0).all() and (matrix[:, ~zeros].norm(dim=0) == 1).all()

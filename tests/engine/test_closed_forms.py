@@ -48,6 +48,12 @@ def test_traffic_and_bytes_of_each_axis(name, recompute):
         assert ledger["activations"] <= found.peak["activations"] + found.peak["communication"]
 
 
+def test_layers_keep_more_than_their_inputs_unless_they_are_recomputed():
+    arguments = next(iter(GPTS.values())), Mesh(pp=2), 0, ROWS, 4
+    kept, recomputed = rank_bytes(*arguments), rank_bytes(*arguments, recompute=True)
+    assert kept["activations"] > 5 * recomputed["activations"] and kept["parameters"] == recomputed["parameters"]
+
+
 def test_a_tied_weight_adds_its_gradient_on_the_first_and_the_last_stage():
     """An all_reduce over two ranks sends as many bytes as there are of it: those that a rank of tp has."""
     mesh, tied = Mesh(tp=2, pp=3, dp=2), GPTConfig(vocab_size=250, context_length=T, layers=3, hidden=24, heads=4)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
 from refimpl import memory
 from refimpl.memory.storage_records import StorageRecord
@@ -64,3 +65,10 @@ def test_no_file_and_no_folder(tmp_path):
     with pytest.raises(FileNotFoundError):
         t.save(tmp_path / "missing" / "t")
     assert memory.load(t.save(tmp_path / "empty")).peak == {}
+
+
+def test_a_storage_of_no_bytes_is_one(tmp_path):
+    with memory.track() as t:
+        empty = torch.empty(0) * 2
+    assert 0 in {record.nbytes for record in t.records} and empty.numel() == 0
+    assert [record.nbytes for record in memory.load(t.save(tmp_path / "t")).records] == [each.nbytes for each in t.records]

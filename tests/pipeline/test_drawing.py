@@ -79,3 +79,10 @@ def test_the_title_says_step_and_idle_time():
     assert draw(step).axes[0].get_title(loc="left") == "1f1b: step 16.5, idle at most 4.5 on one rank"
     assert draw(step, "mine", unit="s").axes[0].get_title(loc="left") == (
         "mine: step 16.5 s, idle at most 4.5 s on one rank")
+
+
+def test_a_picture_is_as_wide_as_is_said_and_up_to_16_ranks_have_large_names():
+    for ranks, letters in ((16, 9), (17, 7)):
+        step = simulate(schedule("gpipe", ranks, 2))
+        assert draw(step).get_figwidth() == 9.5 and draw(step, width=7).get_figwidth() == 7
+        assert {name.get_fontsize() for name in draw(step).axes[0].get_yticklabels()} == {letters}

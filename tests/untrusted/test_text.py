@@ -12,7 +12,7 @@ import pytest
 from bad_files import CONTROL, RAW
 
 from refimpl import cli
-from refimpl.untrusted.text import one_line, print_json, print_raw, print_text, shown, visible
+from refimpl.untrusted.text import one_line, print_json, print_raw, print_text, short, shown, visible
 
 
 def test_every_control_character_is_written_out():
@@ -53,6 +53,10 @@ def test_a_value_is_shown_short():
         deep = [deep]
     for value in (deep, "x" * 10**7, [CONTROL] * 10**6, dict.fromkeys(range(10**6)), 10**4000, b"x" * 10**7):
         assert len(shown(value)) < 2000 and not RAW.search(shown(value))
+
+
+def test_the_middle_of_a_long_text_is_left_out():
+    assert short("x" * 9 + "y", 10) == "x" * 9 + "y" and short("abcdefghijk", 10) == "abcde … ghijk"
 
 
 def test_an_argument_moves_no_cursor(capsys):

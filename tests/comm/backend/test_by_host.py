@@ -2,12 +2,15 @@
 
 import functools
 import itertools
+import weakref
+from types import SimpleNamespace
 
+import pytest
 import torch
 from rank_pool import on_ranks
 
 from refimpl.comm import Communicator
-from refimpl.comm.backend.by_host import ByHost, cable_bytes
+from refimpl.comm.backend.by_host import ByHost, Relayed, cable_bytes
 from refimpl.comm.hosts.facts import Hosts
 
 
@@ -52,6 +55,21 @@ def test_a_relay_goes_on_while_its_rank_waits_for_another(comm):
         comm.recv(torch.ones(1), 0)
     for i in (2, 0, 1):
         assert handles[i].wait().tolist() == [each + i for each in (0, 0, 1, 1, 2, 2, 3, 3)]
+
+
+def test_what_has_ended_is_not_kept_until_the_next_begins():
+    by_host, kept = ByHost([[0, 1], [2]]), []
+
+    def begun():
+        given = [Relayed((), list, ())]
+        there = weakref.ref(given[0])
+        yield given.pop()
+        kept.append(there())
+
+    by_host._relays = SimpleNamespace(get=begun().__next__)
+    with pytest.raises(StopIteration):
+        by_host._relay()
+    assert kept == [None]
 
 
 def test_bytes_of_the_closed_form():

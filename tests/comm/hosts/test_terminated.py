@@ -1,6 +1,7 @@
 """A rank that is ended by SIGTERM has the time for a word, and ends as by default."""
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -49,3 +50,16 @@ def test_what_handles_sigterm_stays():
     found.close()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_who_was_woken_by_signals_is_again():
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    before = signal.set_wakeup_fd(theirs.fileno())
+    try:
+        Terminated().close()
+    finally:
+        woken = signal.set_wakeup_fd(before)
+    assert woken == theirs.fileno()
+    ours.close()
+    theirs.close()
