@@ -107,6 +107,13 @@ def test_sums_of_a_bias_and_of_an_embedding_leave_their_parts():
     assert not INSIDE[aten.embedding_dense_backward.default](gpu, wide, ids[:2], 8192)
 
 
+def test_a_processor_with_fewer_threads_leaves_fewer_parts():
+    def parts(*capability):
+        return sum(INSIDE[aten.sum.dim_IntList](Processors(capability, 132), torch.empty(1 << 17, 512), [0]))
+
+    assert parts(8, 0) == parts(9, 0) > parts(8, 6) == parts(8, 9) == parts(12, 0) == parts(12, 1) > parts(7, 5)
+
+
 def test_dropout_norms_and_casts_are_composed_as_on_cuda():
     def program():
         x, = tensors((8, 16))

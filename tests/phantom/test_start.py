@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from refimpl import phantom
+from refimpl import catalog, phantom
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,3 +100,14 @@ assert sys.meta_path == before, sys.meta_path
         "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT))), phantom.VARIABLE: str(tmp_path),
         f"{phantom.VARIABLE}_NUMBERS": "1"})
     assert (done.stdout, done.stderr) == ("torch\nnumbers\n", "")
+
+
+def test_unless_it_is_said_one_h100_is_started(monkeypatch):
+    monkeypatch.setattr(phantom, "build", lambda *_: "folder")
+    monkeypatch.setattr(phantom, "_torch", lambda: ())
+    monkeypatch.setattr(phantom, "load", lambda: None)
+    with mock.patch.dict(os.environ):
+        phantom.start(memory=80 * 2**30)
+        names = "DEVICES", "MAJOR", "MINOR", "PROCESSORS", "CONTEXT"
+        said = [os.environ[f"{phantom.VARIABLE}_{name}"] for name in names]
+    assert said == ["1", "9", "0", str(catalog.hardware("h100-sxm").processors), "0"]

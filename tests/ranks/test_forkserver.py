@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbclient
 import nbformat
@@ -215,3 +216,11 @@ def test_a_server_that_ends_by_an_error_is_quoted(another_server):
         channel.send(b"?")  # no request is as short
         assert forkserver._current._process.wait(60) == 1
     assert "struct.error" in forkserver.last_words()
+
+
+def test_how_it_ended_is_said_with_its_status_or_its_signal(monkeypatch):
+    for status, said in ((0, " (exit status 0)"), (3, " (exit status 3)"), (-15, " (killed by SIGTERM)"), (None, ""),
+                         (-9, " (killed by SIGKILL; the kernel does that too when memory runs out)")):
+        process = SimpleNamespace(wait=lambda seconds, status=status: status)
+        monkeypatch.setattr(forkserver, "_current", SimpleNamespace(_process=process))
+        assert forkserver.how_it_ended() == said
