@@ -60,6 +60,20 @@ def test_what_is_not_traced_repeats(rank, m):
     assert (len(short.trace.ops) < 0.95 * len(long.trace.ops)) == (4 - rank + 2 < m)
 
 
+def test_two_micro_batches_more_are_traced_than_are_in_flight(monkeypatch):
+    def noted(step, build, mesh, rank, size, *rest):
+        traced.append(size[1])
+        raise InterruptedError
+
+    monkeypatch.setattr(memory, "dry_run", noted)
+    for m, expected in ((2, [2, 2, 2, 2]), (8, [6, 5, 4, 3])):
+        traced = []
+        for rank in range(4):
+            with pytest.raises(InterruptedError):
+                dry_rank(None, Mesh(pp=4), rank, m, micro_batches=m)
+        assert traced == expected
+
+
 def test_the_worst_rank_is_found_without_asking_all():
     mesh = {"tp": 2, "pp": 4, "dp": 2}
     worst, found = worst_rank(functools.partial(built, "gpt"), Mesh(**mesh), ROWS // 2, optimizer=ADAMW,

@@ -49,6 +49,13 @@ def test_bytes_of_cpu_adam(make, dtype, ratio, micro_batches):
                                      micro_batches=micro_batches if make.stage >= 2 else 1)
 
 
+def test_of_gradients_the_rest_of_a_shard_stays_on_the_device_and_at_stage_1_all():
+    buckets = engine_of(FakeCommunicator(1, 4), ENGINES[2], torch.float32).buckets
+    stay = [cpu_adam_bytes(buckets, stage, ratio=0.75, rank=1)["device"]["gradients"] for stage in (1, 2, 3)]
+    assert stay[0] == sum(bucket.nbytes for bucket in buckets)
+    assert stay[0] / 16 <= stay[1] == stay[2] < stay[0] / 14  # a quarter of one of four shards
+
+
 @pytest.mark.parametrize(("micro_batches", "clips"), [(1, 0), (2, 1)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("make", ENGINES)

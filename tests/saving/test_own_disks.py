@@ -40,6 +40,13 @@ def test_a_later_save_leaves_one_state_and_another_kind_of_save_too(tmp_path):
     assert found[3][0][:3] == [f"{a}manifest.json", *(a + name.format(4, each) for each in (one, two))]
 
 
+def test_of_a_save_on_shared_disks_nothing_is_left_beside_one_on_own_disks(tmp_path):
+    for step, shared in ((1, True), (2, False)):
+        alone().train(step).save(tmp_path, shared=shared)
+    assert [path.name for path in tmp_path.iterdir()] == [path.parent.name for path in tmp_path.glob("*/manifest.json")]
+    assert alone(seed=7).load(tmp_path, shared=False).step == 2
+
+
 def test_what_one_host_has_another_can_get(tmp_path, expected):
     """From one machine to two: a copy on the second is not needed, and is not made by itself."""
     launch(lambda comm: saved(comm, 2, tmp_path, shared=True) and None, 2)

@@ -81,3 +81,17 @@ def test_a_slow_link_is_worth_another_load_for_fewer_stalls():
                      for links in (slow, FAST))
     assert 1.02 < counts.bytes(target="device") / quick.bytes(target="device") < 1.2
     assert counts.stalled < 0.2 * (quick.bytes(target="device") / UNIT * (2 * 0.03 - 0.02))
+
+
+def test_unless_it_is_said_the_counts_are_those_of_the_fourth_step():
+    def loaded(**steps):
+        return simulate(cycle(20, 0.01), FAST, 9 * UNIT, 100 * UNIT, **steps).bytes(target="device") / UNIT
+
+    assert loaded() == loaded(steps=4, first=3) == 13 and loaded(steps=8) == 11, "steps are not all alike"
+
+
+def test_in_a_step_of_four_buckets_one_leaves_while_another_comes():
+    """Either way takes as long as the computation with a bucket, so nobody waits."""
+    links = dict.fromkeys(("in", "out"), Link(UNIT / 0.02))
+    counts = simulate(cycle(4, 0.02), links, 3 * UNIT, 100 * UNIT, steps=28, first=8)
+    assert counts.stalled == pytest.approx(0, abs=1e-6) and counts.bytes(target="device") > 0
