@@ -157,8 +157,8 @@ class Explanation:
             found.append(f"these steps had no {', no '.join(missed)}: where the script comes to one later, ask with "
                          f"--until {missed[0]}")
         if not self.run.by_class and not cure:
-            found.append("no optimizer of torch.optim made a step here: this is no training, or it steps elsewhere (in "
-                         "other processes or threads, or by an optimizer of its own)")
+            found.append("no optimizer made a step here: this is no training, or it steps elsewhere (in other "
+                         "processes or threads)")
         elif self.run.recording.waiting:
             found.append(f"{self.run.recording.waiting:,} parameters want gradients, and no optimizer that made a step "
                          "here updates them: if one does later, as a GAN's second, ask for more with --steps; if none "

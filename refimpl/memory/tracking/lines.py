@@ -66,6 +66,8 @@ def begin_program(path):
         _own[each if alone else folder] = USER
     _own[str(path)] = USER
     _kinds.clear()
+    line_of.cache_clear()  # the file may have been edited since a program ran in this process, or be another's
+    linecache.checkcache()
 
 
 @functools.lru_cache(2**16)

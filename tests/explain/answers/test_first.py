@@ -67,3 +67,9 @@ def test_blocks_of_a_compiled_model_are_found(tmp_path):
     ("return f(a, b=2)", None), ("assert a == b", None), ("", None)])
 def test_the_variable_of_a_line(text, name):
     assert target(Line("script.py", 1, text)) == name
+
+
+def test_a_script_that_was_edited_shows_its_new_lines(tmp_path):
+    explained(tmp_path / "script.py", HELD_BACK)
+    found = explained(tmp_path / "script.py", HELD_BACK, (("out = model", "held = model"), ("(out -", "(held -")))
+    assert any("`del held`" in each.change for each in found.answers)
