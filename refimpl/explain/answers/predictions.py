@@ -23,7 +23,7 @@ def predictions(timeline):
         return born > last or any(born < begin < freed for begin in begins)
 
     kept = [i for i in timeline.where(ACTIVATIONS, TEMPORARIES)
-            if phases[timeline.born[i] - 1] == EVALUATION and outlives_its_batch(i)]
+            if timeline.born[i] and phases[timeline.born[i] - 1] == EVALUATION and outlives_its_batch(i)]
     sources = {timeline.records[i].source for i in kept}
     by_trainer = any(source and "trainer" in source.file for source in sources)
     return about(timeline, "predictions", kept, "{at}, are what evaluation keeps of its batches",
