@@ -9,11 +9,12 @@ from patience import processor_seconds
 from together_kit import ADAMW, MAX_NORM, ROWS, T, batches_of, built, engine_of, run_on
 
 from refimpl import memory
-from refimpl.comm import launch
+from refimpl.comm import FakeCommunicator, launch
 from refimpl.engine import dry_rank, worst_rank
-from refimpl.engine.dry import sent
+from refimpl.engine.dry import busiest, make_states, sent
 from refimpl.mesh import Mesh
 from refimpl.model import GPT, GPTConfig
+from refimpl.zero import DataParallel, Zero1
 
 RANDOM_STATE = 5056  # bytes that a recomputed region keeps on a CPU, of a generator that a dry run does not have
 FLASH = torch.nn.functional.scaled_dot_product_attention
@@ -93,3 +94,21 @@ def test_any_rank_of_large_meshes_in_seconds(name, axes, micro_batches, nbytes):
     parts = GPTConfig.named(name).parameter_count() / mesh.tp / mesh.pp
     assert found.peak["parameters"] == pytest.approx(2 * parts, rel=0.1) and found.peak.total < nbytes
     assert found.peak["optimizer state"] == pytest.approx(12 * parts / mesh.dp, rel=0.1)  # fp32: master, two moments
+
+
+def test_the_busiest_place_is_the_one_with_most_states():
+    """Shards are equal, and each piece has a counter of steps."""
+    def engine(make, rank, widths):
+        torch.manual_seed(0)
+        made = make(torch.nn.Sequential(*(torch.nn.Linear(n, n) for n in widths)), FakeCommunicator(rank, 2), ADAMW)
+        make_states(made)
+        return made
+
+    found = []
+    for widths in ((9, 2, 2, 2), (2, 2, 2, 9)):
+        states = [sum(x.nbytes for state in each.optimizer.state.values() for x in state.values())
+                  for each in (engine(Zero1, rank, widths) for rank in range(2))]
+        found.append(busiest(engine(Zero1, 0, widths)))
+        assert states[found[-1]] == max(states) > min(states)
+        assert busiest(engine(DataParallel, 0, widths)) == 0, "all have all"
+    assert sorted(found) == [0, 1]

@@ -210,6 +210,7 @@ def test_a_greedy_order_does_not_find_zb_h1():
 @pytest.mark.parametrize(("call", "words"), [
     (lambda: schedule("zbv", 4, 8), "no schedule 'zbv': expected one of gpipe, 1f1b"),
     (lambda: schedule("1f1b", 0, 8), "ranks=0: expected an integer of at least 1"),
+    (lambda: schedule("interleaved-zero-bubble", 0, 8), "ranks=0: expected an integer of at least 1"),
     (lambda: schedule("1f1b", 4, 0), "micro_batches=0: expected an integer of at least 1"),
     (lambda: schedule("zb-v", 4, 2.0), "micro_batches=2.0: expected an integer"),
     (lambda: schedule("interleaved", 4, 8, chunks=0), "chunks=0: expected an integer of at least 1"),

@@ -5,7 +5,7 @@ from zero_kit import SGD
 from zero_steps import stack, tracked
 
 from refimpl import memory
-from refimpl.comm import FakeCommunicator, launch
+from refimpl.comm import FakeCommunicator, launch, simulate
 from refimpl.comm.two_level import levels
 from refimpl.zero import Zero3
 from refimpl.zero.quantized import BlockCodec, QuantizedReduce
@@ -21,13 +21,13 @@ def gradients(rank, numel):
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
 
-def of_any_size(comm, dtype):
+def of_any_size(comm, dtype, sizes=(0, 1, 5, 64, 100, 3001)):
     """Errors of the mean on all ranks, relative to the largest number, and whether the bytes are those predicted."""
     (intra, inter), found = levels(comm, 2), []
-    for numel in (0, 1, 5, 64, 100, 3001):
-        mean = sum(gradients(rank, numel).to(dtype).float() for rank in range(4)) / 4
-        for ranks in (ReduceGroups(comm, comm), ReduceGroups(comm, intra, inter)):
-            mine, before = gradients(comm.rank, numel).to(dtype), comm.traffic
+    for numel in sizes:
+        for seed, ranks in ((0, ReduceGroups(comm, comm)), (4, ReduceGroups(comm, intra, inter))):
+            mean = sum(gradients(seed + rank, numel).to(dtype).float() for rank in range(4)) / 4
+            mine, before = gradients(seed + comm.rank, numel).to(dtype), comm.traffic
             result = all_reduce(ranks, CODEC, mine, mine).begin().wait()
             assert result is mine
             if ranks.inter is None:
@@ -36,12 +36,19 @@ def of_any_size(comm, dtype):
     return found
 
 
+def assert_the_mean(answers, bound):
+    for found in answers:
+        for (result, error), (theirs, _) in zip(found, answers[0], strict=True):
+            assert torch.equal(result, theirs) and error < bound
+
+
 def test_parts_of_any_size():
     for dtype, bound in ((torch.float32, 0.008), (torch.bfloat16, 0.012)):
-        answers = launch(of_any_size, 4, dtype)
-        for found in answers:
-            for (result, error), (theirs, _) in zip(found, answers[0], strict=True):
-                assert torch.equal(result, theirs) and error < bound
+        assert_the_mean(launch(of_any_size, 4, dtype), bound)
+
+
+def test_parts_of_any_size_on_ranks_that_are_threads():
+    assert_the_mean(simulate(of_any_size, 4, torch.float32, (1, 100)), 0.008)
 
 
 def test_a_part_of_the_bytes_goes_between_machines():
@@ -98,3 +105,13 @@ def test_a_step_has_less_in_flight_than_without_codecs():
     plain, ours, hoarding = in_flight(None, None), in_flight(QuantizedReduce(), CODEC), in_flight(Hoarding(), CODEC)
     print(f"above shards at the peak, in layers: {plain:.3f}, with codecs {ours:.3f}")
     assert ours < plain - 0.7 and hoarding > ours + 0.4, (plain, ours, hoarding)
+
+
+def test_between_replicas_shards_are_averaged_and_encoded():
+    def averaged(comm):
+        x, before = gradients(comm.rank, 100), comm.traffic
+        x = QuantizedReduce(CODEC).between(comm).all_reduce(x, "avg", out=x, async_op=True, label="").wait()
+        return x, comm.traffic - before
+    mean = (gradients(0, 100) + gradients(1, 100)) / 2
+    for x, sent in simulate(averaged, 2):
+        assert (x - mean).abs().max() < 0.03 and sent == mean_traffic(CODEC, 100, 2)
