@@ -194,3 +194,10 @@ def test_a_split_vocabulary_is_the_whole_one(n, options):
         assert max(wrong) < 1e-12 and taken == (form.saved, form.forward, form.peak)
         assert sent == split_cross_entropy_traffic(37, 16, rank, n, torch.float64, chunk_size=16,
                                                    label_smoothing=options.get("label_smoothing", 0))
+
+
+def test_label_smoothing_has_one_sum_a_row_more():
+    """On two ranks an all_reduce sends a tensor's own bytes."""
+    without, smooth = (split_cross_entropy_traffic(64, 8, 0, 2, chunk_size=16, **options).total
+                       for options in ({}, {"label_smoothing": 0.1}))
+    assert without == 64 * (1 + 3) * 4 + 64 * 8 * 4 and smooth == without + 64 * 4
