@@ -13,7 +13,7 @@ from zero_kit import ADAMW, BUCKET, ENGINES, gpt, token_batches, train_gpt
 
 from refimpl import memory
 from refimpl.common.ledger import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
-from refimpl.memory.top import BY, NO_LINE, NO_MODULE, OLDER
+from refimpl.memory.top import BY, NO_MODULE, OLDER
 from refimpl.memory.trace import Op, StorageRecord, Trace
 from refimpl.memory.tracking.owners import Owners
 
@@ -62,7 +62,7 @@ def test_what_was_there_before_is_told_from_what_no_line_made():
         pass
     assert t.top(by="line") == [(OLDER, 8)]
     record = StorageRecord("cpu", "x", "forward", "net", 0, 8)
-    assert Trace([Op("x", "forward", "net", 1)], [record], [(0, 0, 8)]).top(by="line") == [(NO_LINE, 8)]
+    assert Trace([Op("x", "forward", "net", 1)], [record], [(0, 0, 8)]).top(by="line") == [("(inside of x)", 8)]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt2, autocast", "llama, recomputed", "llama, recomputed, reentrant",
