@@ -9,7 +9,7 @@ from refimpl.memory.storage_records import Line
 
 # program: (the cause in words, its line's text), of those whose cure is held beside
 CAUSES = {
-    "replay_buffer": ("grows by 677,412 bytes a step", "torch.rand(4, 84, 84)"),
+    "replay_buffer": ("grows by 677,412 bytes a step", "state"),  # made on a device, else a clone
     "input_gradients": ("`.grad` of `photos[…]`", "f = net(x)"),
     "graph": ("70% of the peak", "weight = self.edge_net(features)"),
     "log_probabilities": ("by _log_softmax, float32 (4, 127, 16384)", "log_softmax(logits, -1)"),
