@@ -62,9 +62,9 @@ def _is_over(timeline, i):
     """Return the name of the Answer if nobody needs a storage after its last use, else None. What autograd saved, a
     kernel that is no operation may read until its backward."""
     at, record = last_use(timeline, i), timeline.records[i]
-    begin, _ = timeline.step_of(timeline.peak_row)
-    if timeline.categories[i] in OF_MODELS:
-        return UNUSED if at + 1 < begin and len(timeline.steps) > 1 and timeline.freed[i] >= timeline.rows else None
+    if timeline.categories[i] in OF_MODELS:  # since the first step, not since the last: optimizers may take turns
+        unused = at + 1 < timeline.steps[0][1] and len(timeline.steps) > 1 and timeline.freed[i] >= timeline.rows
+        return UNUSED if unused else None
     if i in timeline.recording.uses.collected:
         return COLLECTED
     if timeline.freed[i] >= timeline.rows and timeline.born[i] < timeline.steps[-1][0]:
@@ -85,7 +85,7 @@ def target(line):
 def _answer(timeline, line, name, sorts, there):
     nbytes, variable = sum(int(timeline.nbytes[i]) for some in sorts for i in there.intersection(some)), target(line)
     what, change = {
-        UNUSED: ("of models, gradients or optimizer state made at {} are there, and no step uses them",
+        UNUSED: ("of models, gradients or optimizer state made at {} are there, and no later step here uses them",
                  "make each model and optimizer just before it is used, and drop it after"),
         COLLECTED: ("made at {} are in " + CYCLE, f"{CURES[CYCLE]}, which"),
         DEL: ("made at {} are still there at the peak, though nothing reads them any more",
@@ -97,5 +97,5 @@ def _answer(timeline, line, name, sorts, there):
 
 def _unread(timeline, held):
     return Answer("unread", timeline.saved(_spans(timeline, held.numbers)),
-                  f"{held.nbytes:,} bytes {held}, are there in each step, and none reads them", held.lines,
-                  f"let go of {held.holder} before the steps")
+                  f"{held.nbytes:,} bytes {held}, are there, and the last step here reads none of it", held.lines,
+                  f"let go of {held.holder} before the steps, if nothing reads it later")

@@ -51,7 +51,7 @@ CURES = {
                          change="`prediction_loss_only=True`"),
     "unread": Cured("resumed", (("    for _ in range(20)", "    del loaded\n    for _ in range(20)"),),
                     "held by `loaded` of main()", change="let go of `loaded`"),
-    "unused": Cured("three_in_turn", LAZILY, "no step uses them"),
+    "unused": Cured("three_in_turn", LAZILY, "no later step here uses them"),
     "collect": Cured("copies_at_saving", (("if step % 2: ", ""),), "refer to each other", before=(
         ("import copy\n", "import copy\nimport gc\n\ngc.disable()\n"),
         ("average.checkpoint(folder, step)", "average.checkpoint(folder, step)\n        if step % 2: gc.collect()"))),

@@ -45,6 +45,7 @@ def test_the_cause_is_among_the_first_three(name):
     for number, what in enumerate(dict.fromkeys(each.what.split("\n")[0] for each in found.first), 1):
         assert f"\n  {number}. {what}\n" in str(found)
     assert [each["what"] for each in found.as_dict()["first"]] == [each.what for each in found.first]
+    assert not [each for each in found.answers if each.name == "copy"], "a target network has batches of its own"
 
 
 def test_no_row_saves_nothing_and_refusals_are_behind_all(tmp_path):
@@ -73,3 +74,45 @@ def test_a_script_that_was_edited_shows_its_new_lines(tmp_path):
     explained(tmp_path / "script.py", HELD_BACK)
     found = explained(tmp_path / "script.py", HELD_BACK, (("out = model", "held = model"), ("(out -", "(held -")))
     assert any("`del held`" in each.change for each in found.answers)
+
+
+TURNS = """
+import torch
+from torch import nn
+
+nets = [nn.Linear(256, 256) for _ in range(2)]
+optimizers = [torch.optim.Adam(net.parameters()) for net in nets]
+for step in range(8):
+    for turn, (net, optimizer) in enumerate(zip(nets, optimizers)):
+        net(torch.randn(1024 * (1 + 2 * step + turn), 256)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_optimizers_that_take_turns_are_all_used(tmp_path):
+    """Batches grow, so that the peak is in the last step, of one of them: the other's states had their turn before."""
+    found = explained(tmp_path / "script.py", TURNS)
+    assert found.timeline.peak_row > found.timeline.steps[-1][0]
+    assert not [each for each in found.answers if each.name == "unused"]
+
+
+LAST = """
+import torch
+from torch import nn
+
+net = nn.Linear(8, 8)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(4):
+    large = torch.randn(512, 512)
+    twice = (large * 2).sum().item()
+    net(torch.full((1, 8), twice)).mean().backward()
+    optimizer.step()
+    large = None
+"""
+
+
+def test_what_the_peak_itself_reads_is_not_dead(tmp_path):
+    found = explained(tmp_path / "script.py", LAST)
+    assert found.moment.operation == "mul" and found.timeline.peak > 2 * 512 * 512 * 4
+    assert not [each for each in found.answers if each.name == "del"]
