@@ -1,7 +1,7 @@
 """all_reduce along a tree: of any number of ranks, which are threads here."""
 
+import itertools
 import queue
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -28,7 +28,7 @@ class Rank:
 
 def test_every_rank_has_the_sum_and_sends_what_is_predicted():
     for N in range(1, 10):
-        boxes = defaultdict(queue.Queue)
+        boxes = {pair: queue.Queue() for pair in itertools.permutations(range(N), 2)}
         ranks, given = [Rank(rank, N, boxes) for rank in range(N)], [torch.tensor([1, 10**rank]) for rank in range(N)]
         with ThreadPoolExecutor(N) as pool:
             found = list(pool.map(tree_all_reduce, ranks, given))
