@@ -17,7 +17,7 @@ from .helps import TECHNIQUES
 from .launchers import program
 from .phases import REACHED
 from .report_files import write
-from .script_run import STEPS, TooLong
+from .script_run import FROM_THE_START, STEPS, TooLong
 from .script_run import run as run_script
 from .switch import SWITCHES
 
@@ -88,7 +88,8 @@ def run(arguments, parser):
     until, _, number = (arguments.until or "").partition(" ")
     steps, switch = max(arguments.steps, int(number or 1)), arguments.switch or arguments.alone
     try:
-        made = run_script(script, steps, switch, report, until if until in REACHED else None)
+        made = run_script(script, steps, switch, report, until if until in REACHED else None,
+                          0 if steps <= FROM_THE_START or not number or switch else steps - arguments.steps)
     except TooLong as error:
         refuse(parser, error)
     report(made)

@@ -173,7 +173,8 @@ class Explanation:
         head = one_line(f"{self.run.name}: {self.run.words}")
         notes = [f"note: {one_line(note)}" for note in self.notes]
         if self.is_empty:
-            return "\n".join([head, "it made no tensor in this process", *notes])
+            why = "made no tensor in this process" if self.run.is_recorded else "ended before the recording began"
+            return "\n".join([head, f"it {why}", *notes])
         moment = self.moment
         where = one_line(f"after {moment.operation} in {moment.module or 'no module'}, {self.phase_of_peak}")
         parts = [head] + [f"what to change first\n{_listed(self.first)}"] * bool(self.first)

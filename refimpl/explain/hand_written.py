@@ -47,8 +47,7 @@ class HandWrittenSteps:
 
         @functools.wraps(original)
         def noted(*args, **kwargs):
-            self._is_off = True
-            self._begin_step()
+            self.optimizer_made()
             original(*args, **kwargs)
 
         Optimizer.__init__ = noted
@@ -56,6 +55,11 @@ class HandWrittenSteps:
 
     def __exit__(self, *exception):
         Optimizer.__init__ = self._original
+
+    def optimizer_made(self):
+        """Note that the script has an optimizer of torch.optim, so that none is looked for."""
+        self._is_off = True
+        self._begin_step()
 
     def follow(self, func, args, kwargs):
         """Note what an operation outside of a model wrote to."""

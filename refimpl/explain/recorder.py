@@ -21,7 +21,7 @@ from ..memory.tracking import listeners
 from ..memory.workspaces import with_those_of_a_log, with_unseen
 from .allocator_log import AllocatorLog
 from .hand_written import HandWritten, HandWrittenSteps
-from .kept import StepEnds
+from .kept import StepEnds, tensors_there
 from .models import ModelFacts, OptimizerFacts
 from .phases import Saving, own_phase
 from .rows import Rows
@@ -92,8 +92,10 @@ class ScriptRecorder:
         self._of_this_step = 0  # the first record that was made after the last step
         self._ends, self._outlived = StepEnds(), (None, [])
         self._saving = Saving(lambda: len(self._tracker.ops))
+        self.is_open = False
 
     def __enter__(self):
+        self.is_open = True
         self._tracker.__enter__()
         self._saving.__enter__()
         self._uses.__enter__()
@@ -104,6 +106,15 @@ class ScriptRecorder:
             listeners.subscribe(self._before, first=True)
         self._hooks = [register_module_forward_pre_hook(self._given), register_module_forward_hook(self._returned)]
         return self
+
+    def begin_late(self):
+        """Write down what is alive when a recording begins behind a step of an optimizer: what no operation meets
+        again nobody else would tell of."""
+        self.__enter__()
+        self.by_hand.optimizer_made()
+        for tensor, _, beside in tensors_there():
+            for each in (tensor, *beside):
+                self._tracker.meet(each)
 
     def __exit__(self, *exception):
         for hook in self._hooks:

@@ -54,8 +54,8 @@ def _spans(timeline, numbers):
     steps = defaultdict(list)
     for i in numbers:
         steps[timeline.step_of(int(timeline.born[i]))].append(i)
-    return [(max(_after(timeline, j) for j in some), int(timeline.freed[i]), -int(timeline.nbytes[i]))
-            for some in steps.values() for i in some]
+    unread = {step: max(_after(timeline, i) for i in some) for step, some in steps.items()}
+    return [(unread[step], int(timeline.freed[i]), -int(timeline.nbytes[i])) for step, some in steps.items() for i in some]
 
 
 def _is_over(timeline, i):

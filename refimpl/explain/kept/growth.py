@@ -2,9 +2,9 @@
 
     grows(line) = min(alive now of those made in step k−1, alive now of those made in step k),  now: the end of step k
 
-A line is one of the script, with the library's that it called and the operation. One of which step k−2 left nothing,
-though it ran, does not grow: its variable is given anew. Steps are those of one optimizer: of several that take turns,
-as in a GAN, each has rounds of its own.
+A line is one of the script, with the library's that it called and the operation; what is older than the recording has
+its shape in place of one. One of which step k−2 left nothing, though it ran, does not grow: its variable is given anew.
+Steps are those of one optimizer: of several that take turns, as in a GAN, each has rounds of its own.
 """
 
 import gc
@@ -67,7 +67,7 @@ class StepEnds:
         alive = {number: key for key, number in tracker.alive().items()}
         ran, grew, kept = set(), defaultdict(_Line), defaultdict(_Line)
         for number, record in enumerate(tracker.records[:end]):
-            line = record.line, record.source, record.op
+            line = record.line, record.source, record.op if record.born >= 0 else (record.op, record.shape)
             if number < begin:
                 ran.add(line)
             if number in alive and _may_grow(record):

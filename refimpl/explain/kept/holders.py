@@ -40,17 +40,11 @@ class Holders:
         self._names = Names(ignored=[self._tensors, *self._tensors.values(), *self._beside.values()])
 
     def _search(self):
-        seen = set()
-        for thing in gc.get_objects():
-            if not issubclass(type(thing), torch.Tensor) or is_functorch_wrapped_tensor(thing):
-                continue
-            for key in _keys(thing):
+        for tensor, what, beside in tensors_there():
+            for key in _keys(tensor):
                 if key in self._tensors:
-                    self._tensors[key].append(thing)
-            if thing.grad_fn is not None:
-                self._note(saved_by(thing.grad_fn, seen), "the graph", thing)
-            elif thing.requires_grad and thing.grad is not None:
-                self._note([thing.grad], "`.grad`", thing)
+                    self._tensors[key].append(tensor)
+            self._note(beside, what, tensor)
 
     def _note(self, tensors, what, holder):
         for tensor in tensors:
@@ -65,6 +59,19 @@ class Holders:
         named = [(self._names.of(tensor), self._names.is_full(tensor)) for tensor in self._tensors[key]]
         words, is_full = next((each for each in named if "`" in each[0]), named[0] if named else (UNSEEN, False))
         return Holder(words.replace("[…]`", "`"), CURES.get(words, ""), is_full)
+
+
+def tensors_there():
+    """Yield of each tensor that Python knows (it, what else it keeps, those tensors): its `.grad`, or what the graph
+    behind it has saved."""
+    seen = set()
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), torch.Tensor) or is_functorch_wrapped_tensor(thing):
+            continue
+        if thing.grad_fn is not None:
+            yield thing, "the graph", saved_by(thing.grad_fn, seen)
+        else:
+            yield thing, "`.grad`", [thing.grad] if thing.requires_grad and thing.grad is not None else []
 
 
 def _keys(tensor):

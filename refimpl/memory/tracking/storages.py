@@ -227,6 +227,10 @@ class StorageMode(Trace, TorchDispatchMode):
                 found.append(record)
         return found
 
+    def meet(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that may be older than the context."""
+        self._of(tensor)
+
     def numbers_of(self, things: object) -> set[int]:
         """Return the numbers of the records of all tensors in a thing that are known."""
         found = (self._alive.get(tensor.untyped_storage()._cdata) for tensor in tensors_in(things)
