@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..common.ledger import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES, human
-from .kinds import OTHER, Kinds
+from .kinds import OTHER
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Arithmetic:
 def arithmetic(timeline):
     """Lay a recorded peak out beside what 16 bytes × parameters (or whatever they come to here) would be."""
     held = Counter()
-    kinds = Kinds(timeline)
+    kinds = timeline.kinds
     for i in timeline.alive(timeline.peak_row).tolist():
         held[kinds[i]] += int(timeline.nbytes[i])
     weights, gradients, states, terms = _expected(timeline)

@@ -10,11 +10,13 @@ from ..memory.storage_records import BUILD
 from ..memory.top import NO_MODULE, module_of
 from ..untrusted.text import one_line
 from ..versions import misfit
+from . import no_gradients
 from .answers import answers, first, together
 from .arithmetic import arithmetic
 from .helps import helps
 from .kept.names import CYCLE
 from .lines_below import lines_below
+from .longest import at_the_longest
 from .phases import REACHED, peaks, phases_of
 from .recorded_timeline import RecordedTimeline
 
@@ -101,7 +103,7 @@ class Explanation:
             counts[merged] += 1
         return [(f"{name}  × {counts[name]}" if counts[name] > 1 else name, n) for name, n in sums.most_common(ROWS)]
 
-    def _by(self, by):
+    def rows(self, by: str) -> list[tuple[str, int]]:
         """Return the rows of `top`; below a line with over half of the peak the library's lines that it came to."""
         rows = self.top(by)
         line, below = lines_below(self.trace.held(self.phase)) if by == "line" else (None, [])
@@ -147,6 +149,9 @@ class Explanation:
         if any(each.holder == CYCLE for each in (*(self.run.recording.grows or ()), *self.run.recording.kept)):
             found.append("how much of what only cycles keep is there, Python's collector decides: without the recorder "
                          "it may run sooner or later, and the peak be another")
+        if self.trains:
+            found += filter(None, [at_the_longest(self.timeline)])
+        found += filter(None, [no_gradients.note(self.run.recording, self.run.ending.text or "")])
         mapped = [i for i in self.timeline.alive(self.timeline.peak_row).tolist() if _is_mapped(self.trace.records[i])]
         if mapped:
             found.append(f"{self.timeline.nbytes[mapped].sum():,} bytes of the peak, loaded at "
@@ -179,7 +184,7 @@ class Explanation:
         where = one_line(f"after {moment.operation} in {moment.module or 'no module'}, {self.phase_of_peak}")
         parts = [head] + [f"what to change first\n{_listed(self.first)}"] * bool(self.first)
         parts.append(f"peak on {self.trace.device}: {human(moment.ledger.total)}, {where}\n\n{moment.ledger}")
-        parts += [f"by {by}\n{_rows(self._by(by))}" for by in VIEWS]
+        parts += [f"by {by}\n{_rows(self.rows(by))}" for by in VIEWS]
         parts.append(f"by phase, each at its peak\n{_rows([(name, n) for name, n in self.phases.items()])}")
         if self.kept:
             rows = _rows([(f"{each}{f': {each.cure}' if each.cure else ''}", each.nbytes) for each in self.kept])
@@ -209,6 +214,8 @@ class Explanation:
                   "grows": None if self.run.recording.grows is None else _held(self.run.recording.grows),
                   "kept": _held(self.run.recording.kept),
                   "top": {by: [[name, nbytes] for name, nbytes in self.top(by)] for by in VIEWS}}
+        line, below = lines_below(self.trace.held(self.phase))
+        found["below"] = {"line": str(line), "lines": [[str(each), nbytes] for each, nbytes in below]} if line else None
         if rest:
             found["arithmetic"] = {"terms": rest.terms, "expected": rest.expected, "rest": rest.rest,
                                    "beyond": rest.beyond}

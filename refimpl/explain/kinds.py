@@ -28,10 +28,11 @@ OF_SCORES = (SCORES, SCORE_GRADIENTS)
 STATES = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE, BUFFERS, INPUTS)
 
 
-class Kinds:
-    """Names the kind of each record of a recording: `kinds[i]`."""
+class Kinds(dict):
+    """Names the kind of each record of a RecordedTimeline: `kinds[i]`."""
 
     def __init__(self, timeline):
+        super().__init__()
         self._records, self._categories = timeline.records, timeline.categories
         models, self._timeline = timeline.recording.models, timeline
         self._parameters = set().union(*(model.shapes for model in models))
@@ -46,7 +47,11 @@ class Kinds:
         self._scores = softmaxes | {(s[0] * s[1], *s[2:]) for s in softmaxes if len(s) == 4}
         self._scores |= {(rows, 1, *s[2:]) for s in softmaxes for rows in (1, s[0]) if len(s) == 4}  # masks
 
-    def __getitem__(self, i):
+    def __missing__(self, i):
+        self[i] = self._kind(i)
+        return self[i]
+
+    def _kind(self, i):
         record, category = self._records[i], self._categories[i]
         if category in (INPUTS, ACTIVATIONS, TEMPORARIES) and self._is_mask(i):
             return MASKS

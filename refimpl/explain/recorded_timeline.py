@@ -11,6 +11,7 @@ import numpy as np
 
 from ..memory.storage_records import BACKWARD, FORWARD
 from ..memory.tracking.taking import WORKSPACE
+from .kinds import Kinds
 
 
 class RecordedTimeline:
@@ -61,6 +62,11 @@ class RecordedTimeline:
         """Return the spans of workspaces that may be others with a technique, as if they were not there: of
         convolutions, whose kernels oneDNN chooses; and of all with `other_kernels`, where layouts or types change."""
         return [self.whole(i) for i in self.where(WORKSPACE) if other_kernels or "convolution" in self.records[i].op]
+
+    @cached_property
+    def kinds(self):
+        """Return the Kinds of its records."""
+        return Kinds(self)
 
     @property
     def last_peak(self):

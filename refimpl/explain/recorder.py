@@ -19,10 +19,13 @@ from ..memory.trace import Trace
 from ..memory.tracker import Tracker
 from ..memory.tracking import listeners
 from ..memory.workspaces import with_those_of_a_log, with_unseen
+from . import no_gradients
 from .allocator_log import AllocatorLog
 from .hand_written import HandWritten, HandWrittenSteps
 from .kept import StepEnds, tensors_there
+from .longest import longest_item
 from .models import ModelFacts, OptimizerFacts
+from .no_gradients import Recomputed
 from .phases import Saving, own_phase
 from .rows import Rows
 from .uses import Uses
@@ -67,6 +70,9 @@ class ScriptRecording:
     kept: list = field(default_factory=list)  # Held: what outlives its step
     saving: list = field(default_factory=list)  # Spans in which it saved or loaded, or updated parameters by hand
     uses: Uses | None = None  # who read what last
+    longest_item: tuple | None = None  # its tokens, and which it is, of the loaders' data
+    no_gradients: int = 0  # numbers that an optimizer is to update, and that had no gradient at its first step
+    recomputed: Recomputed | None = None
 
 
 class ScriptRecorder:
@@ -90,9 +96,9 @@ class ScriptRecorder:
         self.backward_begins = self.by_hand.backward_begins
         self._tracker.on_operation = self._ran
         self._of_this_step = 0  # the first record that was made after the last step
-        self._ends, self._outlived = StepEnds(), (None, [])
+        self._ends, self._outlived, self._longest = StepEnds(), (None, []), None
         self._saving = Saving(lambda: len(self._tracker.ops))
-        self.is_open = False
+        self._no_gradients, self._recomputed, self.is_open = 0, Recomputed(), False
 
     def __enter__(self):
         self.is_open = True
@@ -100,6 +106,7 @@ class ScriptRecorder:
         self._saving.__enter__()
         self._uses.__enter__()
         self.by_hand.__enter__()
+        self._recomputed.__enter__()
         self._log.begin()
         listeners.subscribe(self)
         if self._before:
@@ -124,6 +131,7 @@ class ScriptRecorder:
             listeners.unsubscribe(self._before)
         self._log.end()
         self._uses.__exit__(*exception)
+        self._recomputed.__exit__(*exception)
         self.by_hand.__exit__(*exception)
         self._saving.__exit__(*exception)
         self._tracker.__exit__(*exception)
@@ -202,6 +210,7 @@ class ScriptRecorder:
         elif optimizer not in self._known:
             self._known.add(optimizer)
             self.optimizers.append(OptimizerFacts.of(optimizer))
+            self._no_gradients += no_gradients.count(optimizer)
             self._updated.update((p, None) for group in optimizer.param_groups for p in group["params"])
 
     def has(self, phase):
@@ -223,6 +232,7 @@ class ScriptRecorder:
         self.stop()
         self.stopped = self.steps[-1]  # of one by hand the end is known later
         self._outlived = self._ends.outlived(self._tracker)
+        self._longest = longest_item(self.calls, self._tracker.records)
 
     def stop(self):
         """Note that what follows is no part of the recording."""
@@ -246,7 +256,8 @@ class ScriptRecorder:
             trace = with_those_of_a_log(with_unseen(trace, self._log.events), self._log.events)
         return ScriptRecording(trace, self.steps, calls, self.wanting, self.models,
                                self.optimizers, self._cuda, self._waiting, self.rows.of, self.rows.why_not,
-                               *self._outlived, spans, self._uses)
+                               *self._outlived, spans, self._uses, self._longest, self._no_gradients,
+                               self._recomputed)
 
 
 def _is_in(name):

@@ -56,7 +56,7 @@ def page(explanation, picture, timeline):
              f"src=\"data:image/png;base64,{encoded}\">",
              f"<p><a href=\"{escape(quote(timeline))}\">Every tensor, over time</a></p>",
              _section("The ledger at the peak", [(name, nbytes) for name, nbytes in moment.ledger.items()])]
-    parts += [_section(f"By {by}", explanation.top(by)) for by in ("module", "line", "tensor")]
+    parts += [_section(f"By {by}", explanation.rows(by)) for by in ("module", "line", "tensor")]
     parts.append(_section("What your script keeps from step to step",
                           [(f"{each}. {each.cure}", each.nbytes) for each in explanation.kept]))
     rest = explanation.arithmetic

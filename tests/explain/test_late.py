@@ -1,12 +1,18 @@
 """`--until step N` of a long run: only the last steps are recorded, and what is there by then is met."""
 
+import json
+import os
+import subprocess
+import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from refimpl import cli
 from refimpl.explain import Explanation, Script, run, script_run
 
+ROOT = Path(__file__).parents[2]
 KEEPS = """
 import torch
 from torch import nn
@@ -27,24 +33,24 @@ for step in range(30):
 """
 
 
-def at(path, text, steps, after):
-    path.write_text(text)
-    made = run(Script(path), steps, after=after)
-    assert made.done, made.ending.text
-    return Explanation(made)
+def read(folder, *options):
+    """What the JSON of a process of its own has: what other tests have left in this one would be there."""
+    (folder / "train.py").write_text(KEEPS)
+    command = [sys.executable, "-m", "refimpl", "explain", *options, "--out", "report", "train.py"]
+    subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
+    return json.loads((folder / "report" / "explain.json").read_text())
 
 
 def test_it_reads_what_a_recording_from_the_start_reads(tmp_path):
-    whole, late = (at(tmp_path / "train.py", KEEPS, 12, after) for after in (0, 9))
-    assert late.timeline.last_peak == whole.timeline.last_peak
-    assert len(late.trace.ops) < len(whole.trace.ops) / 3
-    assert late.run.words == whole.run.words == "12 steps of AdamW, 12 steps of SGD, then ended"
-    assert [str(each) for each in late.grows] == [str(each) for each in whole.grows]
-    assert [each.nbytes for each in late.grows] == [each.nbytes for each in whole.grows]
-    kept = {each.holder: each.nbytes for each in late.kept}
-    assert kept["`held`"] == 3000 * 4 and "`held`" in {each.holder for each in whole.kept}
-    assert late.trace.start["parameters"] == 4 * (64 * 256 + 256 + 256 * 8 + 8)  # older, and known by their modules
-    assert any("end of step 9" in note for note in late.notes)
+    whole, late = read(tmp_path, "--steps", "12"), read(tmp_path, "--until", "step", "12")
+    assert late["ending"] == whole["ending"] == "12 steps of AdamW, 12 steps of SGD, then ended"
+    for name in ("peak", "peak of the last step", "grows", "parameters"):
+        assert late[name] == whole[name], name
+    assert "`kept[…]`" in late["grows"][0]["holder"]
+    kept = [{each["holder"]: each["bytes"] for each in found["kept"]} for found in (late, whole)]
+    assert kept[0]["`held`"] == kept[1]["`held`"] == 3000 * 4
+    assert any("end of step 9" in note for note in late["notes"])
+    assert not any("end of step" in note for note in whole["notes"])
 
 
 def test_it_may_end_before(tmp_path):

@@ -104,9 +104,12 @@ def test_a_library_below_the_script_stays_one(project):
         cli.main()
         """))
     made = run(program(["train.py"]))
-    rows = str(Explanation(made)).partition("by line\n")[2].partition("\n\n")[0].splitlines()
+    found = Explanation(made)
+    rows = str(found).partition("by line\n")[2].partition("\n\n")[0].splitlines()
     assert rows[0].endswith("  train.py:5: cli.main()") and "      env/lib/python3.11/site-packages/tool/" in rows[1]
     assert any("tool/data.py:3: return torch.randn(1024, 8)" in row for row in rows[1:])
+    below = found.as_dict()["below"]
+    assert below["line"] == "train.py:5" and any("tool/data.py:3" in line for line, _ in below["lines"])
 
 
 @pytest.mark.parametrize("lines", [1, 20_000])

@@ -55,7 +55,8 @@ def _spans(timeline, numbers):
     for i in numbers:
         steps[timeline.step_of(int(timeline.born[i]))].append(i)
     unread = {step: max(_after(timeline, i) for i in some) for step, some in steps.items()}
-    return [(unread[step], int(timeline.freed[i]), -int(timeline.nbytes[i])) for step, some in steps.items() for i in some]
+    return [(unread[step], int(timeline.freed[i]), -int(timeline.nbytes[i]))
+            for step, some in steps.items() for i in some]
 
 
 def _is_over(timeline, i):

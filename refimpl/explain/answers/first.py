@@ -15,9 +15,11 @@ def first(explanation):
     found = [Answer("grows", each.nbytes, f"grows by {each.nbytes:,} bytes a step: {each}", each.lines, each.cure)
              for each in explanation.grows]
     least = WORTH * timeline.peak
-    plain = [each for each in explanation.answers if each.saves >= least]
+    large = [each for each in explanation.answers if each.saves >= least]
+    plain = [each for each in large if each.name != "resolution"]  # which is another result
     said = {line for each in found + plain for line in each.lines}
     found += plain + [each for each in largest_lines(timeline) if not said & set(each.lines)]
+    found += [each for each in large if each not in plain]
     found += [_of_technique(each) for each in sorted(explanation.helps, key=lambda each: (each.loose, -each.saves))
               if each.saves >= least and not each.ranks and each.name != "rows"]  # the last resort of micro-batches
     return found[: max(MANY, len(explanation.grows))]

@@ -1,12 +1,12 @@
 """Masks of tokens × tokens: what says which document a token belongs to has one number a token."""
 
-from ..kinds import MASKS, Kinds
+from ..kinds import MASKS
 from .answer import about
 
 
 def masks(timeline):
     """List an Answer, if masks are there at the peak."""
-    kinds = Kinds(timeline)
+    kinds = timeline.kinds
     found = [i for i in range(len(timeline.records)) if timeline.nbytes[i] and kinds[i] == MASKS]
     return about(timeline, "mask", found, "{at}, are masks of tokens × tokens",
                  "`is_causal=True` where the mask is that; for packed rows the documents' lengths (cu_seqlens), with a "

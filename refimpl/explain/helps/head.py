@@ -7,12 +7,12 @@ import torch
 from ...cross_entropy import chunked_cross_entropy_bytes
 from ...memory.storage_records import BACKWARD
 from ...memory.tracking.taking import WORKSPACE
-from ..kinds import OF_LOSS, Kinds
+from ..kinds import OF_LOSS
 
 
 def no_loss(timeline):
     """Say why no loss can do without logits."""
-    if not Kinds(timeline).widths:
+    if not timeline.kinds.widths:
         return "no log_softmax ran: the loss is no cross entropy"
     models = timeline.recording.models
     if all(model.no_head for model in models):
@@ -35,7 +35,7 @@ def some_tokens(timeline):
 
 def _losses(timeline):
     """For each loss list what goes and what is put in its place."""
-    kinds, by_loss = Kinds(timeline), defaultdict(list)
+    kinds, by_loss = timeline.kinds, defaultdict(list)
     computed = timeline.where("activations", "temporaries")
     losses = [i for i in computed if timeline.records[i].op == "_log_softmax"]
     for i in computed:

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..kinds import Kinds
 from .found import LOOSE, NEARLY, Found
 
 RANKS = 8
@@ -95,7 +94,7 @@ class Row(NamedTuple):
         return Found(most, bound, loose) if bound else Found(likely)
 
     def _spans(self, timeline, more=()):
-        kinds, spans, decided, left = Kinds(timeline), [], set(), {}
+        kinds, spans, decided, left = timeline.kinds, [], set(), {}
         for effect in reversed([*self.effects, *more]):
             left = effect.left(timeline, kinds)
             spans += effect.spans(timeline, {i: n for i, n in left.items() if i not in decided})

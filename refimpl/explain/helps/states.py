@@ -1,7 +1,7 @@
 """What rows of EFFECTS name: storages, when they are not there, and why a technique saves nothing."""
 
 from ...common.ledger import ACTIVATIONS, INPUTS, TEMPORARIES
-from ..kinds import COPIES, KEPT, UPDATE, Kinds
+from ..kinds import COPIES, KEPT, UPDATE
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 NO_SEQUENCE = "no model ran"
@@ -39,7 +39,7 @@ def no_sequence(timeline):
 def in_32_bits(timeline):
     """List what products and what follows have in 32 bits, saved inputs, of which there is a copy in 16 bits then, and
     what an LSTM keeps for itself: another kernel runs then."""
-    kinds, inputs = Kinds(timeline), [i for i in timeline.where(INPUTS) if timeline.records[i].saved]
+    kinds, inputs = timeline.kinds, [i for i in timeline.where(INPUTS) if timeline.records[i].saved]
     return [i for i in timeline.where(ACTIVATIONS, TEMPORARIES) + inputs
             if (timeline.records[i].dtype == "float32" and kinds[i] not in (UPDATE, KEPT))
             or timeline.records[i].op.startswith("mkldnn_rnn")]
@@ -47,7 +47,7 @@ def in_32_bits(timeline):
 
 def in_16_bits(timeline, records):
     """Leave the half, but nothing of second copies of gradients, and of what only an LSTM's kernel keeps."""
-    kinds = Kinds(timeline)
+    kinds = timeline.kinds
     return [0 if timeline.records[i].dtype != "float32" or kinds[i] in (UPDATE, KEPT, COPIES)
             else int(timeline.nbytes[i]) // 2 for i in records]
 

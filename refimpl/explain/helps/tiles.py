@@ -2,14 +2,14 @@
 
 from ...attention import tiled_attention_bytes
 from ...memory.storage_records import BACKWARD, FORWARD
-from ..kinds import OF_SCORES, SOFTMAXES, Kinds
+from ..kinds import OF_SCORES, SOFTMAXES
 
 SHARED = "what tiles keep of q, k and v is not counted, where keys and values are shared by heads"
 
 
 def softmaxes(timeline, phase=FORWARD):
     """List the scores that are softmaxes, by head."""
-    kinds = Kinds(timeline)
+    kinds = timeline.kinds
     return [i for i in timeline.where("activations", "temporaries", phase=phase) if timeline.records[i].op in SOFTMAXES
             and len(timeline.records[i].shape) == 4 and kinds[i] in OF_SCORES]
 

@@ -83,6 +83,17 @@ torch.save(w, 'new.pt')
     assert found["read"] == {"train.py:8": 2, "train.py:12": 6000, "train.py:19": 12000}, found["read"]
 
 
+def test_a_module_is_run_as_python_runs_it(tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "__init__.py").write_text("")
+    (tmp_path / "own" / "train.py").write_text(HEAD + "import sys\nfrom . import __name__ as package\n"
+                                               "assert package == 'own' and sys.argv[1:] == ['--steps', '7']\n" + LOOP)
+    command = [sys.executable, "-m", "refimpl", "rehearse", "--json", "-m", "own.train", "--steps", "7"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["h100"]["steps"][1]["requested"] == 2 * 2**30
+
+
 def test_options_may_follow_the_script_that_has_none_of_that_name(tmp_path):
     text = "import sys\nassert sys.argv[1:] == ['--batch', '8', '--steps', '5'], sys.argv\n'--steps'\n"
     done, found = rehearsed(tmp_path, text + HEAD + LOOP, after=["--on", "t4", "--batch", "8", "--steps", "5"])
