@@ -5,6 +5,7 @@ import tracemalloc
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from refimpl import memory
 from refimpl.activations import compress_activations
@@ -83,14 +84,19 @@ def first(hooks):
 
 
 def _in_python(hooks, given):
-    """Return the bytes that Python and numpy hold when a forward has run."""
-    tracemalloc.start()
-    try:
-        with saved_tensors_hooks(*hooks()):
-            loss = _loss(*given)
-        return tracemalloc.get_traced_memory()[0] * bool(loss.requires_grad)
-    finally:
-        tracemalloc.stop()
+    """Return the bytes that Python and numpy hold when a forward has run.
+
+    It runs without dispatch modes: of each operation they leave Python objects, which nobody collects before the bytes
+    are read.
+    """
+    with _disable_current_modes():
+        tracemalloc.start()
+        try:
+            with saved_tensors_hooks(*hooks()):
+                loss = _loss(*given)
+            return tracemalloc.get_traced_memory()[0] * bool(loss.requires_grad)
+        finally:
+            tracemalloc.stop()
 
 
 def _values(n, group, seed):
