@@ -30,6 +30,12 @@ def test_over_all_ranks_all_reduce_sends_twice_N_minus_1_tensors_whatever_N_divi
     assert sum(sent) == 2 * (N - 1) * B and max(sent) - min(sent) <= 2 * itemsize
 
 
+def test_unless_it_is_said_a_rank_is_the_first_and_bytes_are_elements():
+    """10 bytes on 3 ranks in chunks of 4, 3 and 3: all but two of them, each way."""
+    assert [ring_traffic("all_reduce", 10, 3, *rank) for rank in ((), (0,), (1,), (2,))] == [14, 14, 13, 13]
+    assert [ring_traffic("broadcast", 10, 3, rank) for rank in range(3)] == [10, 10, 0]  # from rank 0
+
+
 @given(WORLDS, st.data())
 def test_a_broadcast_reaches_all_but_its_source(N, data):
     src = data.draw(st.integers(0, N - 1))

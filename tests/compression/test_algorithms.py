@@ -23,6 +23,10 @@ def test_the_class_is_named_where_users_look():
     assert (made.algorithm, made.ratio, made.error_feedback) == ("topk", 0.01, True)
 
 
+def test_unless_it_is_said_one_number_of_a_hundred_is_sent():
+    assert GradientCompressor().compress(torch.randn(5000)).nbytes == 50 * 8  # a float and its place
+
+
 @every
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)

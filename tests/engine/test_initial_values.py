@@ -56,6 +56,15 @@ def test_a_part_has_the_values_of_the_whole_and_another_seed_gives_others():
     assert (whole != other).all() and torch.equal(torch.get_rng_state(), before)
 
 
+def test_one_process_alone_gives_a_meta_model_its_values():
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=16, context_length=4, layers=1, hidden=8, heads=2))
+    engine = together(model, Mesh().connect(FakeCommunicator(0, 1)), ADAMW, seed=5)
+    found, expected = engine.model.get_parameter("blocks.0.attention.qkv.weight"), torch.zeros(24, 8)
+    RandomValues(model, 5)("blocks.0.attention.qkv.weight", expected)
+    assert torch.equal(found, expected) and expected.std() > 0
+
+
 def test_a_rank_makes_its_own_part_and_one_unit():
     """Rank 0 of tp 4 × pp 4 of a model of 16 layers: parameters of 1/16, and at most a layer and what it is made of."""
     config = GPTConfig(vocab_size=256, context_length=32, layers=16, hidden=128, heads=4)

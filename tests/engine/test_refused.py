@@ -8,10 +8,12 @@ import torch
 from rank_pool import on_ranks
 from together_kit import ADAMW, ROWS, T, batches, built, engine_of
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from refimpl.comm import FakeCommunicator
 from refimpl.engine import dry_rank, together
 from refimpl.engine.refused import bytes_sent
+from refimpl.equivalence import CutDiffers
 from refimpl.mesh import Mesh
 
 
@@ -54,6 +56,13 @@ def test_the_arithmetic_is_what_a_rank_sends_without_a_pipeline(zero):
 def test_bad_input_is_refused_by_name(given, error, words):
     with pytest.raises(error, match=words):
         given()
+
+
+def test_a_loss_that_is_more_than_its_logits_give_is_named():
+    config = MixtralConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+                           num_attention_heads=2, num_key_value_heads=2, num_local_experts=2, output_router_logits=True)
+    with pytest.raises(CutDiffers, match="MixtralForCausalLM returns a loss of .* set it to False"):
+        together(MixtralForCausalLM(config), mesh_of(dp=2), ADAMW)
 
 
 @on_ranks(4, fails=r"rank 1 \(dp 0, tp 1\) have other tokens than rank 0 \(dp 0, tp 0\)")

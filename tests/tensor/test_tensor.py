@@ -17,6 +17,7 @@ from refimpl.model import GPT, GPTConfig
 from refimpl.tensor import ColumnParallelLinear, RowParallelLinear, tensor_parallel
 from refimpl.tensor.closed_forms import block_traffic, split_block_terms
 from refimpl.tensor.linear import Siblings
+from refimpl.tensor.sequence_parallelism import RowsRegion
 
 NAMES, WORLDS = (*GPTS, *OTHERS), (1, 2, 4)
 BOTH = pytest.mark.parametrize("split", SPLITS)
@@ -149,6 +150,18 @@ def test_random_numbers_differ_within_the_split_part_and_agree_outside(comm, spl
     loss_of(model, tokens_of(model, B, T)).backward()
     assert not alike(comm, attention.seen) and alike(comm, torch.get_rng_state())
     assert alike(comm, seen[0]) == (split == "tensor")
+
+
+def test_a_forward_begins_streams_of_its_own_where_a_recomputation_left_one():
+    """A recomputation that fails inside of the split part, or stops early, does not reach its end."""
+    drawn = []
+    for rank in range(2):
+        region, block, x = RowsRegion(FakeCommunicator(rank, 2)), nn.Linear(4, 4), torch.ones(1, 4, 4)
+        for _ in range(2):
+            torch.manual_seed(0)
+            region.enter(block, (x,), {})  # and no end follows
+        drawn.append(torch.rand(8))
+    assert not torch.equal(*drawn)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -70,6 +70,15 @@ def test_what_is_recomputed_takes_the_place_of_its_first_call(reentrant, regions
     assert followed.backward(x.sum()) == "+c -c +b -b +a -a"
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_one_that_is_recomputed_twice_ends_twice(reentrant):
+    a, b = linears(2)
+    followed, x = Followed(a=a, b=b), X.clone().requires_grad_()
+    for layer in (a, b, a):
+        x = checkpoint(layer, x, use_reentrant=reentrant)
+    assert followed.backward(x.sum()) == "+a -a +b -b +a -a"
+
+
 def test_an_input_of_several_modules_is_added_up_as_without():
     """An encoder's output that each decoder layer takes twice: 32 values with sums that depend on their order."""
     def gradient(follows):
