@@ -8,7 +8,7 @@ from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch, simulate
 from refimpl.comm.two_level import levels
 from refimpl.zero import Zero3
-from refimpl.zero.quantized import BlockCodec, QuantizedReduce
+from refimpl.zero.quantized import BlockCodec, QuantizedReduce, reduce
 from refimpl.zero.quantized.closed_forms import gather_bytes, mean_traffic, reduce_bytes, reduce_traffic
 from refimpl.zero.quantized.codec import SLICE
 from refimpl.zero.quantized.gather import QuantizedGather
@@ -49,6 +49,16 @@ def test_parts_of_any_size():
 
 def test_parts_of_any_size_on_ranks_that_are_threads():
     assert_the_mean(simulate(of_any_size, 4, torch.float32, (1, 100)), 0.008)
+
+
+def test_bytes_of_a_payload_that_no_number_fills_are_not_read(monkeypatch):
+    """The last parts are shorter than the others: what memory held before must not come into their scales."""
+    found, original = [], reduce._payloads
+    for byte in (0, 113):
+        monkeypatch.setattr(reduce, "_payloads", lambda *how, byte=byte: original(*how).fill_(byte))
+        found.append([result for answers in simulate(of_any_size, 4, torch.float32, (1, 5, 65, 3001))
+                      for result, _ in answers])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_a_part_of_the_bytes_goes_between_machines():
