@@ -6,6 +6,8 @@ a, b and c are those of three steps with as many rows, by the most that each has
 """
 
 import gc
+import itertools
+import time
 
 import numpy as np
 from torch.utils.data import DataLoader
@@ -13,19 +15,20 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..common.ledger import BUFFERS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 
-READ = 2000  # items of a data set, at most
+SECONDS = 2  # for which items are read: making them may take long
 POINTS = 3  # as many lengths as there are numbers to find
 STATES = PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE
 
 
 def longest_item(calls, records):
-    """Return (tokens, place) of the item with most `input_ids` in the data sets of the process's loaders, of which READ
-    items are read at most. None if models were not called on POINTS lengths, or there is no such item."""
-    found = []
+    """Return (tokens, place) of the item with most `input_ids` in the data sets of the process's loaders, of those that
+    SECONDS are enough for. None if models were not called on POINTS lengths, or there is no such item."""
+    found, end = [], time.monotonic() + SECONDS
     if len({shape for call in calls for shape in _tokens(call, records)}) >= POINTS:
         for data in _data_sets():
             try:
-                found += [(len(data[at]["input_ids"]), at) for at in range(min(len(data), READ))]
+                for at in itertools.takewhile(lambda at: time.monotonic() < end, range(len(data))):
+                    found.append((len(data[at]["input_ids"]), at))
             except Exception:  # the script's own: it has no length, or other items
                 continue
     return max(found, default=None)
@@ -47,7 +50,7 @@ def at_the_longest(timeline):
         return None
     known, nbytes, states = zip(*steps, strict=True)
     peak = round(np.polyval(np.polyfit(known, nbytes, POINTS - 1), longest[0])) + states[-1]
-    return (f"these batches have up to {lengths[-1]:,} tokens a row, and item {longest[1]} of the loader's data has "
+    return (f"these batches have up to {lengths[-1]:,} tokens a row, and item {longest[1]} of a loader's data has "
             f"{longest[0]:,}: with as many rows of that length the peak would be about {peak:,} bytes")
 
 

@@ -32,12 +32,12 @@ for batch in DataLoader(data, batch_size=2, collate_fn=collate):
 
 
 def said(explanation):
-    return [note for note in explanation.notes if "the loader's data" in note]
+    return [note for note in explanation.notes if "a loader's data" in note]
 
 
 def test_the_peak_of_the_longest_batch(tmp_path):
     [note] = said(explained(tmp_path / "script.py", SCRIPT))
-    assert "up to 52 tokens a row, and item 6 of the loader's data has 120" in note
+    assert "up to 52 tokens a row, and item 6 of a loader's data has 120" in note
     promised = int(re.search(r"about ([\d,]+) bytes", note)[1].replace(",", ""))
     peak = explained(tmp_path / "script.py", SCRIPT, steps=4).timeline.peak
     assert abs(promised - peak) <= 0.001 * peak, (promised, peak)
