@@ -32,8 +32,9 @@ class Recomputed:
 
 
 def count(optimizer):
-    """Return how many numbers of an optimizer's parameters have no gradient when it has stepped."""
-    return sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.grad is None)
+    """Return how many numbers of an optimizer's parameters want a gradient, and have none when it has stepped."""
+    return sum(p.numel() for group in optimizer.param_groups for p in group["params"]
+               if p.requires_grad and p.grad is None)
 
 
 def note(recording, text):

@@ -34,7 +34,8 @@ def test_parts_that_train_below_recomputation_without_input_gradients(tmp_path):
 
 
 def test_without_recomputation_another_reason_is_not_known(tmp_path):
-    changes = [("checkpoint(block, x, use_reentrant=True)", "block(x)"), (" + scale.sum()", "")]
+    changes = [("checkpoint(block, x, use_reentrant=True)", "block(x)"), (" + scale.sum()", ""),
+               ("[*trained, scale]", "[*base.parameters(), scale]")]  # frozen ones among them
     [note] = [note for note in explained(tmp_path / "script.py", FROZEN, changes).notes if "no gradient" in note]
     assert note == "3 numbers that an optimizer is to update had no gradient at its first step"
 
