@@ -5,6 +5,7 @@ from typing import NamedTuple
 import pytest
 from explain_kit import HELD_BACK, PROGRAMS, explained, held
 
+from refimpl.explain.answers import dead
 from refimpl.explain.answers.first import WORTH
 
 
@@ -137,3 +138,22 @@ def test_a_start_that_takes_more_than_training(tmp_path, monkeypatch):
     before, after = (max(each.timeline.totals) for each in (found, cured))
     assert held(answer.saves, before - after) and answer in found.first
     assert not [each for each in cured.answers if each.name == "load"]
+
+
+MANY = """
+import torch
+
+keep = [torch.zeros(40) for _ in range(2000)]
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_many_tensors_are_each_looked_at_a_few_times(tmp_path, monkeypatch):
+    asked, original = [], dead.last_use
+    monkeypatch.setattr(dead, "last_use", lambda timeline, i: asked.append(i) or original(timeline, i))
+    [answer] = [each for each in explained(tmp_path / "script.py", MANY).answers if each.name == "unread"]
+    assert answer.saves == 2000 * 160 and len(asked) < 6 * 2000
