@@ -6,6 +6,7 @@ from ...common.ledger import ACTIVATIONS, INPUTS, TEMPORARIES
 from .answer import Answer
 
 MANY = 3
+LATER = "resolution", "replica"  # another result, or another way to start it: behind the lines that make most
 WORTH, LARGE = 0.05, 0.2  # shares of the peak: what is worth a sentence; what a line has that is one by itself
 
 
@@ -16,7 +17,7 @@ def first(explanation):
              for each in explanation.grows]
     least = WORTH * timeline.peak
     large = [each for each in explanation.answers if each.saves >= least]
-    plain = [each for each in large if each.name != "resolution"]  # which is another result
+    plain = [each for each in large if each.name not in LATER]
     said = {line for each in found + plain for line in each.lines}
     found += plain + [each for each in largest_lines(timeline) if not said & set(each.lines)]
     found += [each for each in large if each not in plain]

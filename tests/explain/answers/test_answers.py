@@ -140,6 +140,36 @@ def test_a_start_that_takes_more_than_training(tmp_path, monkeypatch):
     assert not [each for each in cured.answers if each.name == "load"]
 
 
+IN_EACH_RANK = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[0]}.ranks", rank=0, world_size=1)
+try:
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(4):
+        model(torch.randn(4, 512)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+finally:
+    dist.destroy_process_group()
+"""
+
+
+def test_the_whole_model_on_each_rank(tmp_path):
+    found = explained(tmp_path / "script.py", IN_EACH_RANK)
+    [answer] = [each for each in found.answers if each.name == "replica"]
+    assert answer in found.first and "script.py:10" in str(answer.lines[0]) and "fully_shard" in answer.change
+    states = sum(found.moment.ledger[each] for each in ("parameters", "gradients", "optimizer state"))
+    assert answer.saves == pytest.approx(states * 7 / 8, abs=100) and answer.bound
+    alone = explained(tmp_path / "alone.py", IN_EACH_RANK, [("nn.parallel.DistributedDataParallel(", "(")])
+    assert not [each for each in alone.answers if each.name == "replica"]
+
+
 MANY = """
 import torch
 
