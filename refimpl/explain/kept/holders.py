@@ -56,8 +56,13 @@ class Holders:
         what, tensor = self._beside.get(key, (None, None))
         if tensor is not None:
             return Holder(f"{what} of {self._names.of(tensor)}", CURES[what], self._names.is_full(tensor))
-        named = [(self._names.of(tensor), self._names.is_full(tensor)) for tensor in self._tensors[key]]
-        words, is_full = next((each for each in named if "`" in each[0]), named[0] if named else (UNSEEN, False))
+        words, is_full = UNSEEN, False
+        for tensor in self._tensors[key]:  # each asks the whole process, so the first that the script names will do
+            name = self._names.of(tensor)
+            if words == UNSEEN or "`" in name:
+                words, is_full = name, self._names.is_full(tensor)
+            if "`" in name:
+                break
         return Holder(words.replace("[…]`", "`"), CURES.get(words, ""), is_full)
 
 
