@@ -109,7 +109,7 @@ def test_an_answer_saves_what_it_says(tmp_path, name):
     assert answer in found.first or answer.saves < WORTH * found.timeline.peak
     cured = explained(tmp_path / "cured.py", text, case.before + case.changes)
     saved = found.timeline.peak - cured.timeline.peak
-    assert held(answer.saves, saved) or (answer.bound and 0 < saved <= answer.saves), (answer, saved)
+    assert held(answer.saves, saved) or (answer.bound and saved <= answer.saves < 1.1 * saved), (answer, saved)
     assert name == "resolution" or sum(each.saves for each in cured.answers if each.name == name) <= answer.saves / 2
 
 
