@@ -23,8 +23,8 @@ FLOORS = {**dict.fromkeys(("versions", "phantom", "common", "papers", "untrusted
           **dict.fromkeys(("sharding", "mesh", "model", "rotary", "config", "data", "catalog", "optimizer_subset",
                            "side_effects", "saving", "equivalence", "others"), 2),
           **dict.fromkeys(TECHNIQUES, 3),
-          **dict.fromkeys(("engine", "planner", "estimate", "explain", "known_models", "rehearse", "cli", "parallel",
-                           "__main__"), 4)}
+          **dict.fromkeys(("engine", "planner", "estimate", "explain", "known_models", "rehearse", "guard", "cli",
+                           "parallel", "pytest_plugin", "__main__"), 4)}
 GROUND = {"comm": {"ranks", "memory"}, "memory": set(), "ranks": {"memory"}}  # what stands on what on floor 1
 
 

@@ -3,10 +3,10 @@ run.
 
 Order of reading: `papers/meter` (the idea in one screen), then the instruments: `common/ledger` (categories and bytes),
 `tracker` and the `trace` that it writes (of `storage_records`, read as a `Timeline` and by `top`, kept in a
-`trace_file`), `allocator`, `dry_running`, `workspaces` (tracker and allocator laid over each other). The closed forms,
-which techniques use too, are on the ground: `common/state_bytes`, `common/activation_bytes`, `common/step_bytes`; what
-draws them, `figure` and `gantt`, is there as well. `chrome` draws for a browser. `tracking/` is the tracker's
-machinery: how it follows modules, finds lines, stays out of autograd's way and follows compiled code.
+`trace_file`), `allocator`, `peaks`, `dry_running`, `workspaces` (tracker and allocator laid over each other). The
+closed forms, which techniques use too, are on the ground: `common/state_bytes`, `common/activation_bytes`,
+`common/step_bytes`; what draws them, `figure` and `gantt`, is there as well. `chrome` draws for a browser. `tracking/`
+is the tracker's machinery: how it follows modules, finds lines, stays out of autograd's way and follows compiled code.
 """
 
 from ..common.activation_bytes import (

@@ -54,8 +54,8 @@ class Rehearsal:
 
     def __init__(self, steps, numbers, world, rank, snapshot):
         from ..explain.steps import Steps
+        from ..memory.peaks import Peaks
         from .file_guard import FileGuard
-        from .peaks import Peaks
         from .processes import OneOf
         from .value_guard import ValueGuard
 
@@ -97,7 +97,7 @@ class Rehearsal:
 
 def out_of_memory(error, step):
     """Return PyTorch's words, the step, and the innermost line of the user's that asked for too much."""
-    from .value_guard import users
+    from ..memory.tracking.lines import users
 
     line = None
     if found := users(reversed([*traceback.walk_tb(error.__traceback__)])):

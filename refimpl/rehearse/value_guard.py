@@ -13,7 +13,7 @@ from collections import Counter
 import torch
 
 from .. import phantom
-from ..memory.tracking.lines import USER, kind_of
+from ..memory.tracking.lines import users
 from ..phantom import numbers
 
 SIZED = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave.Tensor",
@@ -75,8 +75,3 @@ def caller():
     """Return the user's line that is running, as "train.py:12": of the innermost that is in no library."""
     frame, line = users(traceback.walk_stack(None)) or (None, 0)
     return f"{os.path.basename(frame.f_code.co_filename)}:{line}" if frame else "?"
-
-
-def users(frames):
-    """Return the first of some (frame, line) that is the user's, not a library's; None if there is none."""
-    return next((each for each in frames if kind_of(each[0].f_code.co_filename) == USER), None)

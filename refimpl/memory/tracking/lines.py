@@ -56,6 +56,11 @@ def kind_of(path):
     return homes.get(home, USER)
 
 
+def users(frames):
+    """Return the first of some (frame, line) that is the program's, not a library's; None if there is none."""
+    return next((each for each in frames if kind_of(each[0].f_code.co_filename) == USER), None)
+
+
 def begin_program(path):
     """Count the script or module `path`, and what lies beside it, as the user's: among libraries, too. A library that
     lies below, as in a project's virtual environment, stays one; so do those beside a file that is no package's."""

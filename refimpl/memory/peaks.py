@@ -1,4 +1,4 @@
-"""Peaks of each step, beside those that the script itself reads and resets: PyTorch has one peak for both."""
+"""Peaks of each step or phase, beside those that a script itself reads and resets: PyTorch has one peak for both."""
 
 import contextlib
 import functools
@@ -21,18 +21,18 @@ class Peaks(contextlib.ExitStack):
             self.enter_context(mock.patch.object(torch._C, name, mine[name]))
         return self
 
-    def since_the_last(self):
-        """Return what the device took that took most: peaks since the last call, "allocated", "requested" and
-        "reserved", and "now"."""
+    def since_the_last(self, devices=None):
+        """Return what the device took that took most, of all or of some indices: peaks since the last call,
+        "allocated", "requested" and "reserved", and what is allocated "now", in bytes; "device" is its index."""
         torch.cuda.init()  # not before: then PyTorch reads its settings, which a script may write
         found = []
-        for device in range(torch.cuda.device_count()):
+        for device in range(torch.cuda.device_count()) if devices is None else devices:
             stats = self._stats(device)
             ours, self._script[device] = (_highest(stats, kept.get(device, {})) for kept in (self._step, self._script))
             self._step.pop(device, None)
             self._reset(device)
             found.append({name: ours[f"{name}_bytes"]["all"]["peak"] for name in ("allocated", "requested", "reserved")}
-                         | {"now": stats["allocated_bytes"]["all"]["current"]})
+                         | {"now": stats["allocated_bytes"]["all"]["current"], "device": device})
         return max(found, key=lambda each: each["reserved"])
 
     def _of_the_script(self, device):
