@@ -49,9 +49,14 @@ def at_the_longest(timeline):
     if longest is None or len(lengths) < POINTS or longest[0] <= lengths[-1]:
         return None
     known, nbytes, states = zip(*steps, strict=True)
-    peak = round(np.polyval(np.polyfit(known, nbytes, POINTS - 1), longest[0])) + states[-1]
+    peak = round(float(fitted(known, nbytes)(longest[0]))) + states[-1]
     return (f"these batches have up to {lengths[-1]:,} tokens a row, and item {longest[1]} of a loader's data has "
             f"{longest[0]:,}: with as many rows of that length the peak would be about {peak:,} bytes")
+
+
+def fitted(lengths, nbytes):
+    """Return the function a + b L + c L² that fits bytes at POINTS lengths or more."""
+    return np.polynomial.Polynomial.fit(lengths, nbytes, POINTS - 1)
 
 
 def _steps(timeline):

@@ -33,10 +33,10 @@ class Span(NamedTuple):
 
 
 class Saving:
-    """Notes when a script saves and loads, as `spans`: a context. `now()`: how many operations there were."""
+    """Puts the context `around(phase)` around each call by which a script saves or loads, SAVE or RESUME."""
 
-    def __init__(self, now):
-        self.spans, self._now, self._patches = [], now, ExitStack()
+    def __init__(self, around):
+        self._around, self._patches = around, ExitStack()
 
     def __enter__(self):
         for phase, owner, name in CALLS:
@@ -51,11 +51,8 @@ class Saving:
     def _noted(self, phase, original):
         @functools.wraps(original)
         def noted(*args, **kwargs):
-            begin = self._now()
-            try:
+            with self._around(phase):
                 return original(*args, **kwargs)
-            finally:
-                self.spans.append(Span(phase, begin, self._now()))
         return noted
 
 

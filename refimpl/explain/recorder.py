@@ -7,11 +7,13 @@ began and ended and what it returned, whether a saved tensor wanted a gradient, 
 import sys
 import weakref
 from bisect import bisect_left
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..common.nested_tensors import tensors_in
@@ -26,7 +28,7 @@ from .kept import StepEnds, tensors_there
 from .longest import longest_item
 from .models import ModelFacts, OptimizerFacts
 from .no_gradients import Recomputed
-from .phases import Saving, own_phase
+from .phases import Saving, Span, own_phase
 from .rows import Rows
 from .uses import Uses
 
@@ -97,7 +99,7 @@ class ScriptRecorder:
         self._tracker.on_operation = self._ran
         self._of_this_step = 0  # the first record that was made after the last step
         self._ends, self._outlived, self._longest = StepEnds(), (None, []), None
-        self._saving = Saving(lambda: len(self._tracker.ops))
+        self._saving, self._saved = Saving(self._saves), []
         self._no_gradients, self._recomputed, self.is_open = 0, Recomputed(), False
 
     def __enter__(self):
@@ -123,6 +125,11 @@ class ScriptRecorder:
             for each in (tensor, *beside):
                 self._tracker.meet(each)
 
+    @property
+    def is_innermost(self):
+        """Whether no dispatch mode has been opened since, and is open yet."""
+        return _get_current_dispatch_mode_stack()[-1:] == [self._tracker]
+
     def __exit__(self, *exception):
         for hook in self._hooks:
             hook.remove()
@@ -135,6 +142,14 @@ class ScriptRecorder:
         self.by_hand.__exit__(*exception)
         self._saving.__exit__(*exception)
         self._tracker.__exit__(*exception)
+
+    @contextmanager
+    def _saves(self, phase):
+        begin = len(self._tracker.ops)
+        try:
+            yield
+        finally:
+            self._saved.append(Span(phase, begin, len(self._tracker.ops)))
 
     def _ran(self, func, args, kwargs, outputs):
         if self.stopped is None:
@@ -219,7 +234,7 @@ class ScriptRecorder:
         self._see_which_go_back()
         begun = self.steps[-2] if len(self.steps) > 1 else 0
         calls = [call for call in self.calls if call.end <= begun]
-        return phase in {*(span.phase for span in self._saving.spans), *map(own_phase, calls)}
+        return phase in {*(span.phase for span in self._saved), *map(own_phase, calls)}
 
     def _see_which_go_back(self):
         run = sorted(self._tracker.nodes_run)
@@ -251,7 +266,7 @@ class ScriptRecorder:
             self.stop()
         self._see_which_go_back()
         trace, calls = self._tracker.until(self.stopped), [call for call in self.calls if call.end <= self.stopped]
-        spans = [span for span in (*self._saving.spans, *self.by_hand.spans) if span.begin <= self.stopped]
+        spans = [span for span in (*self._saved, *self.by_hand.spans) if span.begin <= self.stopped]
         if self._log.events is not None and trace.device == "cpu":
             trace = with_those_of_a_log(with_unseen(trace, self._log.events), self._log.events)
         return ScriptRecording(trace, self.steps, calls, self.wanting, self.models,

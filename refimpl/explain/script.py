@@ -8,7 +8,7 @@ import sys
 import traceback
 import types
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
 _REFIMPL = str(Path(__file__).resolve().parents[1]) + os.sep
-_OURS = (*(_REFIMPL + name for name in ("explain", "rehearse", "phantom", "memory", "cli.py", "__main__.py")),
+_OURS = (*(_REFIMPL + name for name in ("explain", "guard", "rehearse", "phantom", "memory", "cli.py", "__main__.py")),
          "<frozen runpy>")
 
 
@@ -53,10 +53,15 @@ class Script:
     def __init__(self, path: "str | PathLike[str]", arguments: Sequence[str] = ()) -> None:
         self.path, self.arguments, self.name = check_file(path), [*map(str, arguments)], str(path)
 
-    def run(self) -> Any:
-        """Run it in this process, to its end or a StepsDone, and return its Ending. Nothing is raised."""
+    def run(self, around: Any = None) -> Any:
+        """Run it in this process, to its end or a StepsDone, and return its Ending. Nothing is raised. `around`: a
+        context inside of which it runs, and which sees what it raises."""
+        def inside():
+            with around or nullcontext():
+                self._run()
+
         with _variables(self.environment):
-            return ending(self._run)
+            return ending(inside)
 
     def _run(self):
         begin_program(self.path)

@@ -9,6 +9,9 @@ closed forms, which techniques use too, are on the ground: `common/state_bytes`,
 is the tracker's machinery: how it follows modules, finds lines, stays out of autograd's way and follows compiled code.
 """
 
+import importlib
+from typing import Any
+
 from ..common.activation_bytes import (
     activation_bytes,
     activation_terms,
@@ -33,7 +36,13 @@ from .workspaces import with_workspaces
 
 __all__ = [
     "CATEGORIES", "Held", "Ledger", "Line", "Moment", "Reading", "Timeline", "Trace", "Tracker", "activation_bytes",
-    "activation_terms", "beside", "block_terms", "bytes_per_parameter", "dry_run", "export_chrome", "human",
+    "activation_terms", "beside", "block_terms", "bytes_per_parameter", "dry_run", "export_chrome", "guard", "human",
     "is_dry", "korthikanti_bytes", "korthikanti_terms", "load", "mark", "measure", "model_state_bytes", "plot", "track",
     "training_step_bytes", "training_step_moments", "with_workspaces",
 ]
+
+
+def guard(folder: Any, limit: int | None = None, stacks: str | None = "oom") -> Any:
+    """Record a run while it trains, and report what fails: `with memory.guard("oom/"): train()`. See
+    `refimpl.guard.Guard`, for whose floor this one asks by name."""
+    return importlib.import_module("refimpl.guard").Guard(folder, limit, stacks)
