@@ -12,6 +12,7 @@ from .allocator import command as replay
 from .estimate import command as estimate
 from .explain import check
 from .explain import command as explain
+from .guard import oom_command, run_command
 from .rehearse import command as rehearse
 from .untrusted.text import one_line, print_raw, print_text
 from .versions import untested
@@ -73,6 +74,15 @@ def main(arguments=None):
                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     rehearse.add_arguments(rehearses)
     rehearses.set_defaults(run=rehearse.run, parser=rehearses)
+    runs = commands.add_parser("run", help="run a training script to its end, record what it takes, and report what "
+                               "fails", description="Run a training script, unchanged, with a recorder that stays on.",
+                               epilog=run_command.EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter)
+    run_command.add_arguments(runs)
+    runs.set_defaults(run=run_command.run, parser=runs)
+    ooms = commands.add_parser("oom", help="read what `refimpl run` has written on all ranks: who failed, and why",
+                               description="Read what the recorders of all ranks have written.")
+    oom_command.add_arguments(ooms)
+    ooms.set_defaults(run=oom_command.run, parser=ooms)
     checks = commands.add_parser("check", help="fail if a recorded step takes more memory than it did: for CI",
                                  description="Fail if a recorded step takes more memory than it did.",
                                  formatter_class=argparse.RawDescriptionHelpFormatter, epilog=check.EXAMPLE)

@@ -7,10 +7,13 @@ which they are said: what grows, or is not as it was meant, stands before what i
 from typing import NamedTuple
 
 from ..common.ledger import PARAMETERS, human
+from ..explain.kept.names import UNSEEN
 from ..explain.no_gradients import CURE as INPUTS_WANT_NO_GRADIENT
 from ..explain.phases import EVALUATION, GENERATION, OPTIMIZER, SAVE
+from .live import RUNNING
 from .longest_batch import rows_and_length
 
+SMALL = 0.01  # share of what grows most: less is not said
 LARGE = 0.1  # share of what is live, or of the device: less is no cause
 
 
@@ -33,7 +36,10 @@ def causes(facts):
 
 
 def _grows(facts):
+    most = max((each["bytes"] for each in facts.grows), default=0)
     for each in facts.grows:
+        if each["bytes"] < SMALL * most:
+            continue
         yield Cause("growth", f"grows by {each['bytes']:,} bytes a step since step {facts.since}, held by "
                     f"{each['holder']}", " and ".join(each["lines"]), each["cure"], each["bytes"])
     if not facts.grows and facts.growth:
@@ -100,7 +106,7 @@ def _longest(facts):
 def _kept(facts):
     total = sum(facts.live.ledger.values())
     for each in facts.live.holders:
-        if each.nbytes < LARGE * total or f"{facts.running}()" in each.holder or each.holder.startswith("something"):
+        if each.nbytes < LARGE * total or each.holder in (RUNNING, UNSEEN) or f"{facts.running}()" in each.holder:
             continue
         many = f"{each.count:,} tensors" if each.count > 1 else "one tensor"
         if facts.phase in (EVALUATION, GENERATION):

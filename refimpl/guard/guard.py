@@ -23,7 +23,7 @@ from ..explain.no_gradients import Recomputed
 from ..explain.script import Ending
 from ..explain.script_run import Run
 from ..untrusted.text import print_text
-from . import failure
+from . import failure, report
 from .growth import Series
 from .known_bytes import Rarely
 from .longest_batch import NEAR, LongestBatch
@@ -71,18 +71,14 @@ class Guard:
             raise ValueError(f"stacks={stacks!r}: expected \"oom\" or None")
         self.folder, self.limit, self._stacks = Path(folder), limit, stacks
         self.step, self.said, self.failures, self.last = 0, [], [], {}
-        self.every = EVERY
+        self.every, self._log = EVERY, None
         self._traced = self._tracing = self._growth = None
         self._failed, self._noted = 0, 0
 
     def __enter__(self) -> Self:
         if _open:
             raise RuntimeError(f"a guard is open already, in {_open[0].folder}: one watches the whole process")
-        self.rank, self.world = _rank_and_world()
-        try:
-            self._log = StepLog(self.folder, self.rank)
-        except OSError as error:
-            raise OSError(f"guard cannot write into {self.folder}: {error}") from error
+        self.open_log()
         self._context = ExitStack()
         _open.append(self)
         self._context.callback(_open.remove, self)
@@ -101,6 +97,15 @@ class Guard:
         if self.limit and not self._meter.holds:
             self._say("limit", "this system does not hold a process to a limit: it is only compared with")
         return self
+
+    def open_log(self) -> None:
+        """Begin the log, as entering the context does. OSError where the folder cannot be written."""
+        if self._log is None:
+            self.rank, self.world = _rank_and_world()
+            try:
+                self._log = StepLog(self.folder, self.rank)
+            except OSError as error:
+                raise OSError(f"a guard cannot write into {self.folder}: {error}") from error
 
     def __exit__(self, kind, error, traceback):
         if error is not None:
@@ -208,7 +213,7 @@ class Guard:
             self._growth = found
         is_near = peak > NEARLY * capacity and not self._was_near
         self._was_near |= is_near
-        if (found or is_near) and self._loop.known.optimizers:
+        if (found or (is_near and not self._traced)) and self._loop.known.optimizers:
             self._trace()
         elif found:
             self._say("growth", f"grows by {human(found[0])} a step since step {found[1]}")
@@ -303,6 +308,7 @@ class Guard:
         if self._failed > REPORTS:
             self._write({"failed": self._failed})
             return
+        self.enters(self._loop.phase)
         line, running = failure.asked_in(error)
         facts = failure.Facts(self.rank, self.world, self.step + 1, self._loop.phase, self._loop.known,
                               request or (failure.bytes_of(error) if error else 0), line, running,
@@ -317,10 +323,10 @@ class Guard:
         snapshot = torch.cuda.memory._snapshot() if self._meter.name == "cuda" else None
         failure.fill(facts, self._meter, snapshot)
         if snapshot and self._stacks:
-            failure.replayed(facts, failure.write_snapshot(snapshot, f"{stem}.pickle"))
-        report = failure.as_dict(facts)
-        self._why = report["causes"][0]["what"] if report["causes"] else self._why
-        self.failures.append(failure.write(report, stem)[0])
+            failure.replayed(facts, snapshot, f"{stem}.pickle")
+        said = report.as_dict(facts)
+        self._why = said["causes"][0]["what"]
+        self.failures.append(report.write(said, stem))
         self._write({"failed": self._failed, "step": self.step + 1, "at": time.time(), "why": self._why})
 
 

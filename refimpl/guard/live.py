@@ -11,10 +11,12 @@ from dataclasses import asdict, dataclass, field
 
 from ..common.ledger import ACTIVATIONS, TEMPORARIES
 from ..common.nested_tensors import dense_parts
-from ..explain.kept import Holders, tensors_there
+from ..explain.kept import Holder, Holders, tensors_there
+from ..explain.kept.names import UNSEEN
 from ..memory.tracking.lines import LIBRARY, USER, kind_of, line_of
 
 OTHERS = "other tensors"
+RUNNING = "the graph of the step that runs"
 LIVE_STATES = ("active_allocated", "active_awaiting_free", "active_pending_free")
 GROUPS, ROWS = 8, 12  # of which the holder is looked for; of a table
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # of a layer, inside a path
@@ -129,6 +131,8 @@ def _held(storages):
     holders, rows = Holders([group[0].key for group in most]), {}
     for group in most:
         holder = holders[group[0].key]
+        if UNSEEN in holder.words and group[0].category == ACTIVATIONS:
+            holder = Holder(RUNNING)
         row = rows.setdefault(holder.words, Held(holder.words, 0, 0, holder.cure, group[0].line,
                                                  group[0].category == ACTIVATIONS))
         row.nbytes += sum(each.nbytes for each in group)

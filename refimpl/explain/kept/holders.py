@@ -68,15 +68,29 @@ class Holders:
 
 def tensors_there():
     """Yield of each tensor that Python knows (it, what else it keeps, those tensors): its `.grad`, or what the graph
-    behind it has saved."""
+    behind it has saved. Those come first behind whose graph no other begins: what the program holds is among them."""
     seen = set()
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.Tensor) or is_functorch_wrapped_tensor(thing):
-            continue
+    tensors = [thing for thing in gc.get_objects()
+               if issubclass(type(thing), torch.Tensor) and not is_functorch_wrapped_tensor(thing)]
+    inside = _inside(tensors)
+    for thing in sorted(tensors, key=lambda tensor: tensor.grad_fn in inside):
         if thing.grad_fn is not None:
             yield thing, "the graph", saved_by(thing.grad_fn, seen)
         else:
             yield thing, "`.grad`", [thing.grad] if thing.requires_grad and thing.grad is not None else []
+
+
+def _inside(tensors):
+    """Return the nodes of graphs that another node leads to."""
+    todo, seen, found = [tensor.grad_fn for tensor in tensors], set(), set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            following = [after for after, _ in node.next_functions if after is not None]
+            found.update(following)
+            todo += following
+    return found
 
 
 def _keys(tensor):

@@ -5,6 +5,7 @@ the object, `Agent.memory` says enough. Python's collector answers for all that 
 """
 
 import gc
+import os
 import sys
 from collections import deque
 from pathlib import Path
@@ -19,7 +20,7 @@ UNSEEN = "something that Python's collector cannot see, as C++ or a NumPy array"
 CYCLE = "objects that refer to each other, until Python's collector finds them (gc.collect())"
 LEVELS, WIDTH = 32, 300  # how far it is asked, and how many objects of a level
 OF_MODULES = ("_parameters", "_buffers", "_modules")
-_EXPLAIN = str(Path(__file__).resolve().parents[1])
+_OURS = tuple(f"{Path(__file__).resolve().parents[2] / name}{os.sep}" for name in ("explain", "guard"))
 _HOLE = "\0"  # where the name of what comes next on the way goes
 
 
@@ -160,7 +161,7 @@ def _running():
     for frame in sys._current_frames().values():
         while frame is not None:
             path = frame.f_code.co_filename
-            if kind_of(path) != INNER and not path.startswith(_EXPLAIN):
+            if kind_of(path) != INNER and not path.startswith(_OURS):
                 found.append(frame)
             frame = frame.f_back
     return found
