@@ -84,14 +84,16 @@ def _saving(facts):
 
 
 def _update(facts):
-    foreach = [type(each).__name__ for each in facts.known.optimizers
-               if any(group.get("foreach") is not False and not group.get("fused") for group in each.param_groups)]
-    if facts.phase == OPTIMIZER and facts.step > 1 and foreach:
-        yield Cause("update", f"{foreach[0]} updates all parameters at once: its temporaries are as large as they are",
-                    facts.line, "foreach=False, or fused=True: one parameter at a time", facts.request)
-    elif facts.phase == OPTIMIZER and facts.step == 1:
-        yield Cause("state", "the first step makes the optimizer's state, and there is no room for it", facts.line,
-                    "keep it on the host, or on other ranks: see below")
+    for each in facts.known.optimizers if facts.phase == OPTIMIZER else ():
+        updated = [(group, p) for group in each.param_groups for p in group["params"] if p.grad is not None]
+        without = sum(p not in each.state for _, p in updated)
+        if without and facts.step == 1:
+            yield Cause("state", f"{type(each).__name__} makes its state, of {without} parameters yet, and there is no "
+                        "room for it", facts.line, "keep it on the host, or on other ranks: see below")
+        elif any(group.get("foreach") or (group.get("foreach") is None and p.is_cuda and not group.get("fused"))
+                 for group, p in updated):
+            yield Cause("update", f"{type(each).__name__} updates all parameters at once, and its temporaries are as "
+                        "large as they are together", facts.line, "foreach=False, or fused=True")
 
 
 def _longest(facts):
@@ -106,7 +108,7 @@ def _longest(facts):
 def _kept(facts):
     total = sum(facts.live.ledger.values())
     for each in facts.live.holders:
-        if each.nbytes < LARGE * total or each.holder in (RUNNING, UNSEEN) or f"{facts.running}()" in each.holder:
+        if each.nbytes < LARGE * total or each.holder in (RUNNING, UNSEEN) or _is_of_this_step(each, facts):
             continue
         many = f"{each.count:,} tensors" if each.count > 1 else "one tensor"
         if facts.phase in (EVALUATION, GENERATION):
@@ -116,6 +118,12 @@ def _kept(facts):
         else:
             name, cure = "kept", each.cure or "keep it on the host, and move what a step needs"
         yield Cause(name, f"{each.nbytes:,} bytes in {many} are held by {each.holder}", each.line, cure, each.nbytes)
+
+
+def _is_of_this_step(held, facts):
+    """Tell whether a plain variable of the function that asked, or of the script, has the graph: no list of graphs."""
+    where = held.holder.rpartition("`")[2]
+    return held.in_graph and "[…]" not in held.holder and where in ("", f" of {facts.running}()")
 
 
 def _second_model(facts):

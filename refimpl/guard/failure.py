@@ -18,7 +18,8 @@ from .live import Live, line_of_frames, live
 
 OF_CPU = re.compile(r"(?:tried to allocate|Unable to allocate) ([\d.,]+) ?(\w+)")
 UNITS = {"bytes": 1, "byte": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
+SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED",
+         "Resource temporarily unavailable")  # the last: of a thread that could not begin
 
 
 def is_of_memory(error):

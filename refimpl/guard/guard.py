@@ -250,12 +250,11 @@ class Guard:
 
     def _trace(self):
         """Run the next steps under the tracker."""
-        before = self._meter.resident()
         tracing = TracedSteps(self.step)
         if why := tracing.begin():
             self._write({"said": f"no step ran under the tracker: {why}"})
             return
-        self._tracing, self._before = tracing, before
+        self._tracing = tracing
         self._unwatch = self._loop.watch_engine()
 
     def _go_on_tracing(self, optimizer):
@@ -275,7 +274,6 @@ class Guard:
                 self._say("growth", f"grows by {human(each['bytes'])} a step since step {since} (steps "
                           f"{self._traced['of steps']} ran under the tracker): made at {lines}, held by "
                           f"{each['holder']}")
-        self._meter.forgive(0)
 
     # --- failures ----------------------------------------------------------------------------------------------------
 
@@ -289,7 +287,8 @@ class Guard:
             self._note(error)
             return
         try:
-            self._report(error, request)
+            with self._meter.lifted():
+                self._report(error, request)
         except Exception as problem:  # the program's own error is to go on, whatever is wrong with the report
             print_text(f"refimpl guard: the report of a failure could not be made: {problem!r}", file=sys.stderr)
             self._write({"failed": self._failed, "not reported": repr(problem)})

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ..explain.phases import BETWEEN, EVALUATION, OPTIMIZER, START, Saving
+from ..explain.phases import BETWEEN, EVALUATION, OPTIMIZER, SAVE, START, Saving
 from ..memory.storage_records import BACKWARD, FORWARD
 from .known_bytes import KnownBytes, Rarely
 
@@ -116,7 +116,8 @@ class Loop:
 
     @contextmanager
     def _around(self, phase):
-        """Be in a phase, and then between two; in a save where it was before."""
+        """Be in a phase, and then between two; where it was before if it loads; behind a save what follows is its: the
+        state that it returned is copied."""
         if self._is_elsewhere() or self.phase == phase:
             yield
             return
@@ -130,7 +131,7 @@ class Loop:
         except BaseException as error:
             self._listener.failed(error)
             raise
-        self._enters(BETWEEN if phase == BACKWARD else before)
+        self._enters({BACKWARD: BETWEEN, SAVE: SAVE}.get(phase, before))
         if phase == BACKWARD and (self._inside is not None or not self.known.optimizers):
             self._end_step(self._inside)
 

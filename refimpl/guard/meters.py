@@ -8,6 +8,7 @@ mark, which is left as it is: where a phase has not raised it, its peak is what 
 
 import os
 import sys
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,7 @@ class ProcessMeter:
     name, device = "cpu", -1
 
     def __init__(self, limit):
-        self._process, self._limits, self.forgiven = psutil.Process(), None, 0
+        self._process, self._before, self._limits = psutil.Process(), 0, None  # of its data: now, and before
         self.capacity = limit or _memory_of_the_machine()
         self._mark = self._high_water_mark()
         if limit:
@@ -30,39 +31,40 @@ class ProcessMeter:
 
     def close(self):
         """Take the limit away."""
+        self._set(1)
+
+    @contextmanager
+    def lifted(self):
+        """Have no limit for a while: a report takes memory, too."""
+        self._set(1)
+        try:
+            yield
+        finally:
+            self._set(0)
+
+    def _set(self, which):
         if self._limits:
             import resource
 
-            resource.setrlimit(resource.RLIMIT_DATA, self._limits)
+            resource.setrlimit(resource.RLIMIT_DATA, self._limits[which])
 
     def since_the_last(self):
         """Return the peak since the last call, and what is there now, in bytes."""
-        now, mark = self.resident(), self._high_water_mark() - self.forgiven
+        now, mark = self.resident(), self._high_water_mark()
         peak, self._mark = (mark if mark > self._mark else max(now, self._before)), max(mark, self._mark)
         self._before = now
         return {"peak": peak, "now": now}
 
-    _before = 0
-
     def resident(self):
         """Return the bytes that are resident."""
-        return self._process.memory_info().rss - self.forgiven
-
-    def largest_free(self):
-        """Return the largest request that would pass."""
-        return max(0, self.capacity - self.resident())
+        return self._process.memory_info().rss
 
     def state(self):
         """Return what is free and who has the rest, when a request has failed."""
         now = self.resident()
-        return {"capacity": self.capacity, "allocated": now, "reserved": now, "by others": 0,
-                "free": max(0, self.capacity - now), "largest free": max(0, self.capacity - now)}
-
-    def forgive(self, nbytes):
-        """Leave some bytes out of all that is read from now on: those of an instrument."""
-        self.forgiven += max(0, nbytes)
-        if self._limits:
-            self._set_limit(self.capacity)
+        free = max(0, self._limits[0][0] - _of_status("VmData") if self._limits else self.capacity - now)
+        return {"capacity": self.capacity, "allocated": now, "reserved": now, "by others": 0, "free": free,
+                "largest free": free}
 
     def _set_limit(self, limit):
         """Let requests fail that would take the process's data beyond `limit`. Where the system does not hold a process
@@ -71,8 +73,8 @@ class ProcessMeter:
             import resource
 
             before = resource.getrlimit(resource.RLIMIT_DATA)
-            resource.setrlimit(resource.RLIMIT_DATA, (_data() + max(0, limit - self.resident()), before[1]))
-            self._limits = self._limits or before
+            self._limits = (_of_status("VmData") + max(0, limit - self.resident()), before[1]), before
+            self._set(0)
         except (ImportError, OSError, ValueError):
             self._limits = None
 
@@ -109,6 +111,8 @@ class CUDAMeter:
         return {"peak": found["allocated"], "requested": found["requested"], "reserved": found["reserved"],
                 "now": found["now"]}
 
+    lifted = nullcontext
+
     def resident(self):
         """Return the bytes that are allocated."""
         return torch.cuda.memory_allocated(self.device)
@@ -126,8 +130,6 @@ class CUDAMeter:
                 "by others": total - free - reserved, "free": room + reserved - allocated,
                 "largest free": max(room, self.largest_free())}
 
-    def forgive(self, nbytes):
-        """An instrument takes nothing of the device."""
 
 
 def largest_hole(segments):
@@ -163,10 +165,6 @@ def _memory_of_the_machine():
         except (OSError, ValueError):  # none, or "max"
             pass
     return total
-
-
-def _data():
-    return _of_status("VmData")
 
 
 def _of_status(name):
