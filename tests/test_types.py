@@ -16,7 +16,7 @@ PACKAGE = Path(refimpl.__file__).parent
 TYPED = ["memory", "zero", "comm", "checkpointing", "accumulation", "mixed_precision", "attention", "cross_entropy",
          "offload", "tensor", "context", "pipeline", "compression", "parallel", "engine", "activations", "saving",
          "allocator", "mlp", "sequence_length", "explain", "estimate", "rehearse", "phantom", "ranks",
-         "model", "mesh", "sharding", "catalog", "config", "data", "rotary",
+         "guard.budget", "pytest_plugin", "model", "mesh", "sharding", "catalog", "config", "data", "rotary",
          "optimizer_subset", "others", "side_effects", "versions"]
 DUNDERS = {"__init__", "__call__", "__enter__", "__exit__", "__iter__", "__len__", "__getitem__", "__contains__"}
 

@@ -15,7 +15,7 @@ class Peaks(contextlib.ExitStack):
 
     def __enter__(self):
         self._script, self._step = {}, {}  # device → what its peaks were before the other's reset
-        self._stats, self._reset = torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats
+        self._stats, self._reset = (getattr(torch._C, each[0], None) for each in (READS, RESETS))  # None on CPU builds
         mine = dict.fromkeys(READS, self._of_the_script) | dict.fromkeys(RESETS, self._reset_by_the_script)
         for name in filter(functools.partial(hasattr, torch._C), mine):
             self.enter_context(mock.patch.object(torch._C, name, mine[name]))
