@@ -108,6 +108,7 @@ def test_over():
 def test_the_marker_and_what_a_test_reads_itself(tmp_path):
     (tmp_path / "test_users.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-p", "no:refimpl", "-p", "refimpl.pytest_plugin"]
-    done = subprocess.run([*command, "-p", "no:cacheprovider", "."], cwd=tmp_path, capture_output=True, text=True)  # on the same device
+    command += ["-p", "no:cacheprovider", "."]  # on the same device, by what this process has in its environment
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert "1 failed, 2 passed" in done.stdout, done.stdout
     assert re.search(r"OverBudget: optimizer step \d \(SGD\): [0-9,]+ bytes on cuda:0, ", done.stdout)

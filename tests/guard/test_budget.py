@@ -111,11 +111,14 @@ def test_without_an_optimizer_all_from_the_first_forward_on_is_one_step():
 
 def test_the_ledger_is_that_of_the_moment():
     with pytest.raises(OverBudget) as found, Budget("1 KiB"):
+        torch.empty(2**20)  # more than the step takes
         training((8,))()
     lines = str(found.value).splitlines()
     table = dict(re.findall(r"^([a-z ]+?)  +([0-9,]+)  ", "\n".join(lines), re.MULTILINE))
     numbers = 4 * (64 * 256 + 256 + 256 * 64 + 64)
     assert table["parameters"] == table["gradients"] == f"{numbers:,}" and f" {table['total']} bytes" in lines[0]
+    for rows in "\n".join(lines).partition("by line:\n")[2].split("by module:\n"):
+        assert sum(int(row.split()[0].replace(",", "")) for row in rows.splitlines()) == peak(training((8,)))
 
 
 @pytest.mark.parametrize(("limit", "bytes_"), [(4096, 4096), ("70 GiB", 70 * 2**30), ("70GiB", 70 * 2**30),
