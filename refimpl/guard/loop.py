@@ -88,9 +88,10 @@ class Loop:
     def look(self):
         """Look for models and optimizers, and put hooks on the models that are new."""
         self._is_new = False
-        self.known.find()
-        for model in self.known.models:
-            self._hook(model)
+        with self._looking:
+            self.known.find()
+            for model in self.known.models:
+                self._hook(model)
 
     def _hook(self, module):
         if module not in self._hooks and not isinstance(module, torch.jit.ScriptModule):
@@ -177,8 +178,7 @@ class Loop:
             self._go_down()
         self._called = self._went_back = False
         if self._is_new or self._looking.due():
-            with self._looking:
-                self.look()
+            self.look()
 
 
 class _Engine:

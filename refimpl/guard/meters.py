@@ -23,9 +23,9 @@ class ProcessMeter:
     name, device = "cpu", -1
 
     def __init__(self, limit):
-        self._process, self._before, self._limits = psutil.Process(), 0, None  # of its data: now, and before
+        self._before, self._limits = 0, None  # the limits of its data: now, and before
         self.capacity = limit or _memory_of_the_machine()
-        self._mark = self._high_water_mark()
+        self._mark = self._now_and_most()[1]
         if limit:
             self._set_limit(limit)
 
@@ -50,19 +50,19 @@ class ProcessMeter:
 
     def since_the_last(self):
         """Return the peak since the last call, and what is there now, in bytes."""
-        now, mark = self.resident(), self._high_water_mark()
+        now, mark = self._now_and_most()
         peak, self._mark = (mark if mark > self._mark else max(now, self._before)), max(mark, self._mark)
         self._before = now
         return {"peak": peak, "now": now}
 
     def resident(self):
         """Return the bytes that are resident."""
-        return self._process.memory_info().rss
+        return self._now_and_most()[0]
 
     def state(self):
         """Return what is free and who has the rest, when a request has failed."""
         now = self.resident()
-        free = max(0, self._limits[0][0] - _of_status("VmData") if self._limits else self.capacity - now)
+        free = max(0, self._limits[0][0] - _of_status("VmData")[0] if self._limits else self.capacity - now)
         return {"capacity": self.capacity, "allocated": now, "reserved": now, "by others": 0, "free": free,
                 "largest free": free}
 
@@ -73,7 +73,7 @@ class ProcessMeter:
             import resource
 
             before = resource.getrlimit(resource.RLIMIT_DATA)
-            self._limits = (_of_status("VmData") + max(0, limit - self.resident()), before[1]), before
+            self._limits = (_of_status("VmData")[0] + max(0, limit - self.resident()), before[1]), before
             self._set(0)
         except (ImportError, OSError, ValueError):
             self._limits = None
@@ -83,12 +83,14 @@ class ProcessMeter:
         """Whether requests beyond the capacity fail."""
         return self._limits is not None
 
-    def _high_water_mark(self):
-        """Return the most that was ever resident; what is now where the system does not tell."""
+    @staticmethod
+    def _now_and_most():
+        """Return what is resident, and the most that ever was; twice the former where the system does not tell."""
         try:
-            return _of_status("VmHWM")
+            return _of_status("VmRSS", "VmHWM")
         except OSError:
-            return self.resident()
+            now = psutil.Process().memory_info().rss
+            return now, now
 
 
 class CUDAMeter:
@@ -167,8 +169,12 @@ def _memory_of_the_machine():
     return total
 
 
-def _of_status(name):
-    with open(f"/proc/{os.getpid()}/status", "rb") as file:
-        found = file.read()
-    at = found.index(name.encode() + b":") + len(name) + 1
-    return int(found[at : found.index(b"kB", at)]) * 1024
+def _of_status(*names):
+    """Return some lines of Linux' /proc/self/status, in bytes."""
+    file = os.open("/proc/self/status", os.O_RDONLY)
+    try:
+        found = os.read(file, 2**14)
+    finally:
+        os.close(file)
+    starts = [found.index(name.encode() + b":") + len(name) + 1 for name in names]
+    return [int(found[at : found.index(b"kB", at)]) * 1024 for at in starts]
