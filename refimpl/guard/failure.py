@@ -122,7 +122,8 @@ def replayed(facts, recording, path):
         snapshot = Snapshot.load(path)
         settings = Settings.of(snapshot)
         capacity, trace = capacity_of(snapshot, settings), trace_of(snapshot, settings)
-        if capacity and trace.peak <= capacity:
+        capacity = min(capacity or facts.device["capacity"], facts.device["capacity"])  # a limit may be below it
+        if trace.peak <= capacity:
             found = explain(trace, capacity=capacity, settings=settings)
             facts.settings = {} if found.failure is None else found.failure.cures
     except (ValueError, OSError) as error:

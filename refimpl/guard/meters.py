@@ -128,7 +128,8 @@ class CUDAMeter:
         allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
         room = min(free, max(0, self.capacity - reserved))
-        return {"capacity": self.capacity, "allocated": allocated, "reserved": reserved,
+        requested = torch.cuda.memory_stats(self.device)["requested_bytes.all.current"]
+        return {"capacity": self.capacity, "requested": requested, "allocated": allocated, "reserved": reserved,
                 "by others": total - free - reserved, "free": room + reserved - allocated,
                 "largest free": max(room, self.largest_free())}
 
