@@ -73,7 +73,7 @@ class Guard:
         self.step, self.said, self.failures, self.last = 0, [], [], {}
         self.every, self._log = EVERY, None
         self._traced = self._tracing = self._growth = None
-        self._failed, self._noted = 0, 0
+        self._failed, self._noted, self._is_told = 0, 0, False
 
     def __enter__(self) -> Self:
         if _open:
@@ -103,7 +103,7 @@ class Guard:
         if self._log is None:
             self.rank, self.world = _rank_and_world()
             try:
-                self._log = StepLog(self.folder, self.rank)
+                self._log = StepLog(self.folder, self.rank, self.world)
             except OSError as error:
                 raise OSError(f"a guard cannot write into {self.folder}: {error}") from error
 
@@ -242,9 +242,9 @@ class Guard:
 
     def _write(self, found):
         self._log.write(found)
-        if self._log.why_not and "log" not in self._waiting:
-            why, self._log.why_not = self._log.why_not, ""
-            print_text(f"refimpl guard: the log cannot be written: {why}", file=sys.stderr)
+        if self._log.why_not and not self._is_told:
+            self._is_told = True
+            print_text(f"refimpl guard: the log cannot be written: {self._log.why_not}", file=sys.stderr)
 
     # --- steps under the tracker -------------------------------------------------------------------------------------
 
@@ -283,29 +283,30 @@ class Guard:
         if error is not None and (not failure.is_of_memory(error) or any(
                 "refimpl guard" in note for note in getattr(error, "__notes__", ()))):
             return
-        if error is not None and self._noted < self._failed:  # the allocator has told of it
-            self._note(error)
-            return
-        try:
-            with self._meter.lifted():
-                self._report(error, request)
-        except Exception as problem:  # the program's own error is to go on, whatever is wrong with the report
-            print_text(f"refimpl guard: the report of a failure could not be made: {problem!r}", file=sys.stderr)
-            self._write({"failed": self._failed, "not reported": repr(problem)})
+        if error is None or self._noted == self._failed:  # else the allocator has told of it
+            try:
+                with self._meter.lifted():
+                    self._report(error, request)
+            except Exception as problem:  # the program's own error is to go on, whatever is wrong with the report
+                print_text(f"refimpl guard: the report of a failure could not be made: {problem!r}", file=sys.stderr)
+                self._write(self._failure() | {"not reported": repr(problem)})
         if error is not None:
             self._note(error)
+            self._phases, self._batch, self._calls = {}, None, 0  # the program may try again, with a smaller batch
 
     def _note(self, error):
         self._noted = self._failed
-        where = self.failures[-1] if self.failures else "no report could be written"
-        error.add_note(f"refimpl guard: {self._why}; {where}")
+        error.add_note(f"refimpl guard: {self._why}; {self._where}")
 
-    _why = "memory is not enough"
+    def _failure(self):
+        return {"failed": self._failed, "step": self.step + 1, "at": time.time()}
 
     def _report(self, error, request):
         self._failed += 1
+        self._why, self._where = "memory is not enough", "no report could be written"
         if self._failed > REPORTS:
-            self._write({"failed": self._failed})
+            self._where = f"no report is written after {REPORTS}"
+            self._write(self._failure() | {"not reported": self._where})
             return
         self.enters(self._loop.phase)
         line, running = failure.asked_in(error)
@@ -325,8 +326,9 @@ class Guard:
             failure.replayed(facts, snapshot, f"{stem}.pickle")
         said = report.as_dict(facts)
         self._why = said["causes"][0]["what"]
-        self.failures.append(report.write(said, stem))
-        self._write({"failed": self._failed, "step": self.step + 1, "at": time.time(), "why": self._why})
+        self._where = report.write(said, stem)
+        self.failures.append(self._where)
+        self._write(self._failure() | {"why": self._why})
 
 
 def _rank_and_world():

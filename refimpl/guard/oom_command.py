@@ -28,6 +28,8 @@ def run(arguments, parser):
             print_text(line)
     except (OSError, ValueError) as error:
         refuse(parser, error)
+    except (AttributeError, KeyError, TypeError) as error:
+        refuse(parser, f"{arguments.folder} has lines that no guard has written: {error!r}")
 
 
 class Rank:
@@ -39,7 +41,7 @@ class Rank:
         found = [*(lines(older) if older.exists() else []), *lines(path)]
         self.name = path.name.removesuffix(".steps.jsonl")
         self.steps = [each for each in found if "step" in each and "peak" in each]
-        self.failed = [each for each in found if "failed" in each]
+        self.failed = [*{each["failed"]: each for each in found if "failed" in each}.values()]  # each file has them all
         self.said = [each["said"] for each in found if "said" in each]
         self.ended = next((each["ended"] for each in found if "ended" in each), None)
         self.first = next((each for each in found if "process" in each), {})
@@ -80,7 +82,7 @@ def said(folder):
     for each in ranks:
         now = human(each.last["now"]) if each.last else "-"
         yield f"{each.name:<10} {each.last.get('step', 0):>7,} {human(each.peak):>11} {now:>11}  {one_line(each.how)}"
-    failed = sorted(((each["at"], rank.name, each) for rank in ranks for each in rank.failed if "at" in each),
+    failed = sorted(((each["at"], rank.name, each) for rank in ranks for each in rank.failed),
                     key=lambda each: each[:2])
     fullest = max(ranks, key=lambda each: each.peak)
     if len(ranks) > 1:
@@ -91,15 +93,18 @@ def said(folder):
     if not failed:
         yield "\nno request failed"
         return
-    at, first, _ = failed[0]
+    at, first, found = failed[0]
     yield (f"\nfailed first: {first}, {time.strftime('%H:%M:%S', time.localtime(at))}" +
            (f"; then {', '.join(f'{name} ({after - at:.1f} s later)' for after, name, _ in failed[1:])}"
             if len(failed) > 1 else "") + "\n")
-    for path in sorted(folder.glob(f"{first}.failure*.json"))[:1]:
-        try:
-            yield text(json.loads(text_of(path, LIMIT)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no report of a guard's: {error!r}") from error
+    if "not reported" in found:
+        yield f"in step {found['step']}; there is no report of it: {one_line(found['not reported'])}"
+        return
+    path = folder / f"{first}.failure{found['failed']}.json"
+    try:
+        yield text(json.loads(text_of(path, LIMIT)))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no report of a guard's: {error!r}") from error
 
 
 def _differences(ranks):
@@ -109,8 +114,9 @@ def _differences(ranks):
     rows = {name: line for name, line in rows.items() if line}
     if len(rows) < 2:
         return
+    known = dict.fromkeys(key for line in rows.values() for key in line["known"])
     columns = {"peak": lambda line: line["peak"], "now": lambda line: line["now"],
-               **{key: lambda line, key=key: line["known"][key] for key in next(iter(rows.values()))["known"]},
+               **{key: lambda line, key=key: line["known"].get(key, 0) for key in known},
                "numbers in the batch": lambda line: _numbers(line["batch"])}
     for title, value in columns.items():
         found = {name: value(line) for name, line in rows.items()}

@@ -2,8 +2,9 @@
 
     rank0.steps.jsonl        {"step": 12, "seconds": 0.31, "batch": …, "parameters": …, "peak": …, "phases": …}
 
-At LIMIT bytes the file becomes rank0.steps.1.jsonl, in place of the one before, so that two stay. What an earlier run
-has left moves to earlier/1, earlier/2 …: nothing is written over.
+At LIMIT bytes the file becomes rank0.steps.1.jsonl, in place of the one before, so that two stay; the next one begins
+with who writes it, and what failed. What an earlier run has left moves to earlier/1, earlier/2 …: nothing is written
+over.
 """
 
 import json
@@ -13,20 +14,25 @@ from pathlib import Path
 
 import psutil
 
+from ..untrusted.files import opened
+
 LIMIT = 2**23  # bytes of a file
+KEPT = 100  # lines of failures that each file has
 
 
 class StepLog:
-    """Writes the lines of one rank. OSError, at once, where the folder cannot be written."""
+    """Writes the lines of one rank of `world`. OSError, at once, where the folder cannot be written."""
 
-    def __init__(self, folder, rank):
+    def __init__(self, folder, rank, world=1):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.name = f"rank{rank}"
         if _is_in_use(self.path):  # by another process that calls itself so
             self.name += f".{os.getpid()}"
         _set_aside(self.folder, self.name)
-        self._file, self.why_not = open(self.path, "wb", buffering=0), ""
+        if rank == 0:
+            _set_aside_more(self.folder, world)
+        self._file, self.why_not, self._kept = open(self.path, "wb", buffering=0), "", []
         self.write({"process": os.getpid(), "born": psutil.Process().create_time(), "began": time.time()})
 
     @property
@@ -36,12 +42,15 @@ class StepLog:
 
     def write(self, found):
         """Write one line. Where that fails, as on a full disk, `why_not` says why, and the next line is tried."""
+        if "process" in found or "failed" in found:
+            self._kept = [*self._kept[:KEPT], found]
         try:
-            self._file.write((json.dumps(found, separators=(",", ":")) + "\n").encode())
+            self._file.write(_line(found))
             if self._file.tell() > LIMIT:
-                self._file.close()
                 os.replace(self.path, self.folder / f"{self.name}.steps.1.jsonl")
-                self._file = open(self.path, "wb", buffering=0)
+                before, self._file = self._file, open(self.path, "wb", buffering=0)
+                before.close()
+                self._file.write(b"".join(map(_line, self._kept)))
         except OSError as error:
             self.why_not = str(error)
 
@@ -51,10 +60,16 @@ class StepLog:
         self._file.close()
 
 
+def _line(found):
+    return (json.dumps(found, separators=(",", ":")) + "\n").encode()
+
+
 def lines(path):
     """List the dicts of a file; the last line, cut where a process was killed while it wrote, is left out."""
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    with opened(path, 2 * LIMIT) as file:
+        text = file.read().decode("utf-8", "replace")
+    for line in text.splitlines():
         try:
             each = json.loads(line)
         except ValueError:
@@ -83,3 +98,11 @@ def _set_aside(folder, name):
         (folder / "earlier" / str(number)).mkdir(parents=True, exist_ok=True)
         for path in left:
             os.replace(path, folder / "earlier" / str(number) / path.name)
+
+
+def _set_aside_more(folder, world):
+    """Set aside what an earlier run of more ranks has left, which would stand among this one's."""
+    for path in folder.glob("rank*.steps.jsonl"):
+        name = path.name.removesuffix(".steps.jsonl")
+        if name.removeprefix("rank").isdecimal() and int(name[4:]) >= world and not _is_in_use(path):
+            _set_aside(folder, name)
