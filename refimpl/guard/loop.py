@@ -41,6 +41,7 @@ class Loop:
         self._hooks = weakref.WeakKeyDictionary()  # module -> its two handles
         self._called, self._went_back, self._lead, self._others = False, False, None, 0
         self._inside = None  # the optimizer that leads, if it has stepped inside of a backward
+        self._has_closure = False  # whether an optimizer's step is under way that calls forward and backward itself
         self._is_new, self._looking = True, Rarely(0.002)
 
     def __enter__(self):
@@ -132,7 +133,8 @@ class Loop:
         except BaseException as error:
             self._listener.failed(error)
             raise
-        self._enters({BACKWARD: BETWEEN, SAVE: SAVE}.get(phase, before))
+        after = {BACKWARD: OPTIMIZER if self._has_closure else BETWEEN, SAVE: SAVE}
+        self._enters(after.get(phase, before))
         if phase == BACKWARD and (self._inside is not None or not self.known.optimizers):
             self._end_step(self._inside)
 
@@ -154,7 +156,10 @@ class Loop:
             self._listener.failed(error)
 
     def _steps(self, optimizer, args, kwargs):
-        if not self._is_elsewhere() and self.phase != OPTIMIZER:
+        if self._is_elsewhere():
+            return
+        self._has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+        if not self._has_closure and self.phase != OPTIMIZER:
             self._enters(OPTIMIZER)
 
     def _stepped(self, optimizer, args, kwargs):
@@ -167,6 +172,7 @@ class Loop:
         if self._is_elsewhere():  # a parameter's own optimizer: the step ends with the backward
             self._inside = optimizer if leads else self._inside
             return
+        self._has_closure = False
         if leads:
             self._end_step(optimizer)
         self._enters(BETWEEN)
