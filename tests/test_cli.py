@@ -22,6 +22,15 @@ def test_without_a_command_it_says_what_there_is():
     assert "usage: python -m refimpl" in done.stdout and "bench" in done.stdout and "make lab" in done.stdout
 
 
+def test_each_command_is_listed_and_described(capsys):
+    cli.main([])
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("    ")}
+    assert {"bench", "replay", "estimate", "explain", "rehearse", "run", "oom", "check"} <= listed
+    told = (ROOT / "docs" / "your_own_code.md").read_text() + (ROOT / "docs" / "where_to_run.md").read_text()
+    assert [name for name in ("replay", "estimate", "explain", "rehearse", "run", "oom", "check")
+            if f"refimpl {name} " not in told] == []
+
+
 def test_the_installed_command_is_the_same(monkeypatch, capsys):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert pkgutil.resolve_name(project["scripts"]["refimpl"]) is cli.main
