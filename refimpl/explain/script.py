@@ -64,10 +64,11 @@ class Script:
             return ending(inside)
 
     def _run(self):
-        begin_program(self.path)
-        with _as_main(self.path, self.arguments) as module:
-            with io.open_code(self.path) as file:
-                code = compile(file.read(), self.path, "exec")
+        path = os.path.abspath(self.path)  # as `__file__` and tracebacks have it: a script may change its folder
+        begin_program(path)
+        with _as_main(path, [self.path, *self.arguments]) as module:
+            with io.open_code(path) as file:
+                code = compile(file.read(), path, "exec")
             exec(code, module.__dict__)
 
 
@@ -166,13 +167,13 @@ def _exited(code):
 
 
 @contextmanager
-def _as_main(path, arguments):
+def _as_main(path, words):
     """Be `__main__`. It stays so after the script, for what runs at exit and for processes that are started then."""
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None, __package__=None)
     argv, search = sys.argv, sys.path[:]
     sys.modules["__main__"] = module
-    sys.argv = [path, *arguments]
+    sys.argv = words
     sys.path[0] = os.path.dirname(os.path.realpath(path))
     try:
         yield module
