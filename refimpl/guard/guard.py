@@ -312,7 +312,7 @@ class Guard:
         line, running = failure.asked_in(error)
         facts = failure.Facts(self.rank, self.world, self.step + 1, self._loop.phase, self._loop.known,
                               request or (failure.bytes_of(error) if error else 0), line, running,
-                              str(error).splitlines()[0] if error else "CUDA out of memory")
+                              "CUDA out of memory" if error is None else (str(error) or repr(error)).splitlines()[0])
         facts.batch = self._batch and self._batch[1]
         facts.longest_before, facts.growth, facts.traced = self._longest.longest, self._growth, self._traced
         facts.grows = (self._traced or {}).get("grows") or []
