@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import subprocess
 import sys
 
@@ -21,35 +20,28 @@ for step in range(1, 9):
     tokens = torch.zeros(4, 16 if rank == 2 else 8, dtype=torch.long)
     if rank == 1 and step == 4:
         tokens = tokens[:, :1].expand(4, 2**40)
-    model(tokens).square().mean().backward()
+    model(tokens).mean().backward()
     for each in model.parameters():
         dist.all_reduce(each.grad)
     optimizer.step()
-    optimizer.zero_grad()
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="torchrun finds its own host on Linux")
 @pytest.mark.faults
 def test_one_rank_of_three_has_a_batch_too_long(tmp_path, capsys):
     (tmp_path / "train.py").write_text(TRAIN)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-port", str(port),
-               "-m", "refimpl", "run", "train.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "refimpl",
+               "run", "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode == 1 and done.stderr.count("refimpl guard: ") == 1, done.stderr
     folder = tmp_path / "oom"
     assert sorted(path.name for path in folder.iterdir()) == [
         "rank0.steps.jsonl", "rank1.failure1.json", "rank1.failure1.txt", "rank1.steps.jsonl", "rank2.steps.jsonl"]
-    report = json.loads((folder / "rank1.failure1.json").read_text())
-    assert (report["rank"], report["world"], report["step"], report["batch"]) == (1, 3, 4, [4, 2**40])
+    assert json.loads((folder / "rank1.failure1.json").read_text())["batch"] == [4, 2**40]
     cli.main(["oom", str(folder)])
     said = capsys.readouterr().out
     assert [line.split()[:2] for line in said.splitlines()[1:4]] == [[f"rank{rank}", "3"] for rank in range(3)]
     assert "\nfailed first: rank1, " in said and "\nfullest: rank2, " in said and "rank 1 of 3, step 4, forward" in said
     assert "in step 3, numbers in the batch: rank0 32, rank1 32, rank2 64\n" in said
-    states = 2 * 4 * (50 * 16 + 16 * 64 + 64) + 4 * 3
-    assert f"in step 3, optimizer state: rank0 0, rank1 0, rank2 {states:,}\n" in said
+    assert f"in step 3, optimizer state: rank0 0, rank1 0, rank2 {8 * (50 * 16 + 17 * 64) + 4 * 3:,}\n" in said
     assert re.search(r"1\. the longest batch so far: 4 rows of 1,099,511,627,776, and the longest before\s+had 8", said)
