@@ -36,14 +36,13 @@ def causes(facts):
 
 
 def _grows(facts):
-    most = max((each["bytes"] for each in facts.grows), default=0)
-    for each in facts.grows:
-        if each["bytes"] < SMALL * most:
-            continue
-        yield Cause("growth", f"grows by {each['bytes']:,} bytes a step since step {facts.since}, held by "
-                    f"{each['holder']}", " and ".join(each["lines"]), each["cure"], each["bytes"])
-    if not facts.grows and facts.growth:
-        rate, since = facts.growth
+    grows = (facts.traced or {}).get("grows") or []
+    rate, since = facts.growth or (0, None)
+    for each in grows:
+        if each["bytes"] >= SMALL * grows[0]["bytes"]:
+            yield Cause("growth", f"grows by {each['bytes']:,} bytes a step{f' since step {since}' if since else ''}, "
+                        f"held by {each['holder']}", " and ".join(each["lines"]), each["cure"], each["bytes"])
+    if not grows and facts.growth:
         yield Cause("growth", f"grows by {rate:,} bytes a step since step {since}", "",
                     "look at what the script keeps, below")
 

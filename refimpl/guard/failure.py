@@ -46,8 +46,6 @@ class Facts:
     batch: tuple | None = None
     longest_before: int = 0
     growth: tuple | None = None
-    grows: list = field(default_factory=list)
-    since: int = 0
     traced: dict | None = None
     phases: dict = field(default_factory=dict)
     recomputed_without: bool = False

@@ -15,9 +15,11 @@ SHARE = 0.0005  # of what is there: what grows by less from window to window is 
 
 
 class Series:
-    """Bytes where steps end. `least`: bytes by which a window has to be more than the one before."""
+    """Bytes where steps end, as `meter` reads them. `least`: bytes by which a window has to be more than the one
+    before."""
 
-    def __init__(self, least):
+    def __init__(self, least, meter=None):
+        self.meter = meter
         self._values, self._count, self._least = deque(maxlen=WINDOWS * SIZES[-1]), 0, least
         self.least_size = SIZES[0]  # of a window: smaller ones have been looked at, and nothing was found
 

@@ -14,33 +14,24 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import psutil
 import torch
 
-from ..common.ledger import human
 from ..common.nested_tensors import tensors_in
-from ..explain.explanation import Explanation
 from ..explain.no_gradients import Recomputed
-from ..explain.script import Ending
-from ..explain.script_run import Run
 from ..untrusted.text import print_text
 from . import failure, report
-from .growth import Series
 from .known_bytes import Rarely
-from .longest_batch import NEAR, LongestBatch
 from .loop import Loop
 from .meters import CUDAMeter, ProcessMeter, limit_cuda
+from .sayings import Sayings
 from .step_log import StepLog
-from .traced_steps import STEPS, TracedSteps
 
 if TYPE_CHECKING:
     from os import PathLike
 
-EVERY = 60  # seconds between two sentences
-NEARLY = 0.9  # of the capacity: then steps run under the tracker, once
-FRAGMENTED = 1.5  # times as much reserved as allocated
 EVENTS = 100_000  # of the allocator's history
 REPORTS = 10  # of failures that the program catches: later ones are counted in the log
-LEAST = {"cpu": 2**20, "cuda": 2**12}  # bytes of a window of steps: what a process takes wavers
 
 _open = []  # the guard of this process
 
@@ -71,8 +62,7 @@ class Guard:
             raise ValueError(f"stacks={stacks!r}: expected \"oom\" or None")
         self.folder, self.limit, self._stacks = Path(folder), limit, stacks
         self.step, self.said, self.failures, self.last = 0, [], [], {}
-        self.every, self._log = EVERY, None
-        self._traced = self._tracing = self._growth = None
+        self._log = None
         self._failed, self._noted, self._is_told = 0, 0, False
 
     def __enter__(self) -> Self:
@@ -82,20 +72,19 @@ class Guard:
         self._context = ExitStack()
         _open.append(self)
         self._context.callback(_open.remove, self)
-        self._meter, self._limit_now = ProcessMeter(self.limit if not _has_cuda() else None), None
+        self._meter = ProcessMeter(self.limit if not _has_cuda() else None)
         if self.limit and _has_cuda():
             self._context.callback(limit_cuda(self.limit))
         self._begin_cuda()
         self._phases, self._batch, self._calls, self._began = {}, None, 0, time.perf_counter()
-        self._series, self._longest = Series(LEAST[self._meter.name]), LongestBatch()
-        self._known, self._holes, self._last_said = Rarely(0.01), Rarely(0.005), -float("inf")
-        self._known_now, self._largest_free, self._was_near = None, 0, False
-        self._waiting, self._reserved = {}, 0
+        self._known, self._holes = Rarely(0.01), Rarely(0.005)
+        self._known_now, self._largest_free, self._reserved = None, 0, 0
         self._recomputed = self._context.enter_context(Recomputed())
         self._loop = self._context.enter_context(Loop(self))
+        self._sayings = Sayings(self.folder, self._loop, self._tell, self._write)
         self._meter.since_the_last()
         if self.limit and not self._meter.holds:
-            self._say("limit", "this system does not hold a process to a limit: it is only compared with")
+            self._sayings.say("limit", "this system does not hold a process to a limit: it is only compared with")
         return self
 
     def open_log(self) -> None:
@@ -110,12 +99,12 @@ class Guard:
     def __exit__(self, kind, error, traceback):
         if error is not None:
             self.failed(error)
-        if self._tracing:
-            self._tracing.close()
+        if self._sayings.tracing:
+            self._sayings.tracing.close()
         self._context.close()
         self._meter.close()
         if not self.step:
-            self._write({"said": "no optimizer of torch.optim made a step, and no backward ended, in this process"})
+            self._tell("no step ended in this process: none of an optimizer of torch.optim, and no backward")
         self._log.close("by itself" if error is None else f"by {kind.__name__}")
 
     # --- CUDA --------------------------------------------------------------------------------------------------------
@@ -131,12 +120,13 @@ class Guard:
             torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=EVENTS)
             self._context.callback(torch.cuda.memory._record_memory_history, enabled=None)
 
-    def _meter_of_cuda(self):
-        """Read the GPU in place of the process, once the program uses it."""
-        if self._meter.name == "cpu" and torch.cuda.is_initialized() and torch.cuda.memory_reserved():
+    def _meter_of_cuda(self, device=-1):
+        """Read the GPU in place of the process, once the program uses it, or a request on `device` has failed."""
+        if self._meter.name == "cpu" and torch.cuda.is_initialized() and (device >= 0 or torch.cuda.memory_reserved()):
             self._meter.close()
             self._meter = CUDAMeter(self.limit)
-            self._series = Series(LEAST["cuda"])
+        if device >= 0:
+            self._meter.device = device
 
     # --- what the loop tells -----------------------------------------------------------------------------------------
 
@@ -159,10 +149,9 @@ class Guard:
         """Note that a step has ended: write its line, and say what is worth it."""
         self.enters(self._loop.phase)
         self.step += 1
-        if self._tracing and optimizer is not None:
-            self._go_on_tracing(optimizer)
         self._write(self._line())
-        self._look()
+        self._sayings.stepped(optimizer, self.step)
+        self._sayings.look(self.last, self._meter, self._batch and self._batch[1])
         self._phases, self._batch, self._calls, self._reserved = {}, None, 0, 0
         self._began = time.perf_counter()
         self._meter.since_the_last()  # what we took ourselves is nobody's
@@ -183,97 +172,22 @@ class Guard:
                 with self._holes:
                     self._largest_free = self._meter.largest_free()
             line |= {"reserved": self._reserved, "largest free": self._largest_free,
-                     "resident": self._resident()}
-        if self._tracing:
+                     "resident": psutil.Process().memory_info().rss}
+        if self._sayings.tracing:
             line["traced"] = True
         self.last = line
         return line
 
-    def _resident(self):
-        import psutil
-
-        return psutil.Process().memory_info().rss
-
-    # --- what is said ------------------------------------------------------------------------------------------------
-
-    def _look(self):
-        """Look at the step that has ended: does something grow, fragment, or come near the end?"""
-        peak, capacity = self.last["peak"], self._meter.capacity
-        if self._batch:
-            is_longest = self._longest.add(self._batch[1], self.last["rest"])
-            if is_longest and peak > NEAR * capacity:
-                self._say_longest(peak, capacity)
-        if self._reserved > FRAGMENTED * peak and self._reserved > NEAR * capacity:
-            self._say("fragmentation", f"reserved {self._reserved / peak:.1f} times allocated: fragmentation, see "
-                      "PYTORCH_ALLOC_CONF=expandable_segments:True")
-        if self._tracing:
-            return
-        found = self._series.add(self.step, self._now)
-        if found:
-            self._growth = found
-        is_near = peak > NEARLY * capacity and not self._was_near
-        self._was_near |= is_near
-        if (found or (is_near and not self._traced)) and self._loop.known.optimizers:
-            self._trace()
-        elif found:
-            self._say("growth", f"grows by {human(found[0])} a step since step {found[1]}")
-        self._say_waiting()
-
-    def _say_longest(self, peak, capacity):
-        shape = self._batch[1]
-        known = peak - self.last["rest"]
-        length = self._longest.would_not_fit(shape, capacity - known)
-        self._say("longest", f"step {self.step} had the longest batch so far ({self._longest.longest:,}): "
-                  f"{human(peak)} of {human(capacity)}" + (f"; at {length:,} it would not fit" if length else ""))
-
-    def _say(self, kind, words):
-        """Say a sentence, at most one a minute: of those that wait, the newest of each kind."""
-        self._waiting[kind] = words
-        self._say_waiting()
-
-    def _say_waiting(self):
-        now = time.monotonic()
-        if self._waiting and now - self._last_said >= self.every:
-            words = self._waiting.pop(next(iter(self._waiting)))
-            self._last_said = now
-            self.said.append(words)
-            self._write({"said": words})
-            print_text(f"refimpl guard, rank {self.rank}: {words}", file=sys.stderr, flush=True)
+    def _tell(self, words):
+        self.said.append(words)
+        self._write({"said": words})
+        print_text(f"refimpl guard, rank {self.rank}: {words}", file=sys.stderr, flush=True)
 
     def _write(self, found):
         self._log.write(found)
         if self._log.why_not and not self._is_told:
             self._is_told = True
             print_text(f"refimpl guard: the log cannot be written: {self._log.why_not}", file=sys.stderr)
-
-    # --- steps under the tracker -------------------------------------------------------------------------------------
-
-    def _trace(self):
-        """Run the next steps under the tracker."""
-        tracing = TracedSteps(self.step)
-        if why := tracing.begin():
-            self._write({"said": f"no step ran under the tracker: {why}"})
-            return
-        self._tracing = tracing
-        self._unwatch = self._loop.watch_engine()
-
-    def _go_on_tracing(self, optimizer):
-        if not self._tracing.stepped(optimizer):
-            return
-        tracing, self._tracing = self._tracing, None
-        recorder = tracing.recorder
-        run = Run(str(self.folder), recorder.recording(), Ending("steps"), STEPS, STEPS, {}, True, 0, None, True)
-        found = Explanation(run).as_dict()
-        self._traced = found | {"of steps": f"{tracing.begun + 1} to {self.step}"}
-        grows = found.get("grows") or []
-        self._write({"traced": self._traced["of steps"], "grows": grows, "top": found.get("top")})
-        if self._growth:
-            rate, since = self._growth
-            for each in grows:
-                lines = " and ".join(line.partition(": ")[0] for line in each["lines"])
-                self._say("growth", f"grows by {human(each['bytes'])} a step since step {since} (steps "
-                          f"{self._traced['of steps']} ran under the tracker): made at {lines}, held by "
-                          f"{each['holder']}")
 
     # --- failures ----------------------------------------------------------------------------------------------------
 
@@ -286,7 +200,7 @@ class Guard:
         if error is None or self._noted == self._failed:  # else the allocator has told of it
             try:
                 with self._meter.lifted():
-                    self._report(error, request)
+                    self._report(error, request, device)
             except Exception as problem:  # the program's own error is to go on, whatever is wrong with the report
                 print_text(f"refimpl guard: the report of a failure could not be made: {problem!r}", file=sys.stderr)
                 self._write(self._failure() | {"not reported": repr(problem)})
@@ -301,8 +215,9 @@ class Guard:
     def _failure(self):
         return {"failed": self._failed, "step": self.step + 1, "at": time.time()}
 
-    def _report(self, error, request):
+    def _report(self, error, request, device):
         self._failed += 1
+        self._meter_of_cuda(device)
         self._why, self._where = "memory is not enough", "no report could be written"
         if self._failed > REPORTS:
             self._where = f"no report is written after {REPORTS}"
@@ -314,9 +229,8 @@ class Guard:
                               request or (failure.bytes_of(error) if error else 0), line, running,
                               "CUDA out of memory" if error is None else (str(error) or repr(error)).splitlines()[0])
         facts.batch = self._batch and self._batch[1]
-        facts.longest_before, facts.growth, facts.traced = self._longest.longest, self._growth, self._traced
-        facts.grows = (self._traced or {}).get("grows") or []
-        facts.since = self._growth[1] if self._growth else self.step
+        facts.longest_before, facts.growth = self._sayings.longest.longest, self._sayings.growth
+        facts.traced = self._sayings.traced
         facts.phases, facts.recomputed_without = dict(self._phases), self._recomputed.without
         self._loop.known.find()
         stem = self.folder / f"{self._log.name}.failure{self._failed}"

@@ -10,7 +10,7 @@ import numpy as np
 from ..explain.longest import POINTS, fitted
 
 KEPT = 64  # lengths of batches of as many rows: the shortest go
-NEAR, FURTHER = 0.75, 1.25  # of the capacity; of the length: what is worth a word
+FURTHER = 1.25  # times the length of a batch that is there: beyond it nothing is said
 
 
 class LongestBatch:
