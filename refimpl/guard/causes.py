@@ -13,7 +13,6 @@ from ..explain.phases import EVALUATION, GENERATION, OPTIMIZER, SAVE
 from .live import RUNNING
 from .longest_batch import rows_and_length
 
-SMALL = 0.01  # share of what grows most: less is not said
 LARGE = 0.1  # share of what is live, or of the device: less is no cause
 
 
@@ -39,9 +38,8 @@ def _grows(facts):
     grows = (facts.traced or {}).get("grows") or []
     rate, since = facts.growth or (0, None)
     for each in grows:
-        if each["bytes"] >= SMALL * grows[0]["bytes"]:
-            yield Cause("growth", f"grows by {each['bytes']:,} bytes a step{f' since step {since}' if since else ''}, "
-                        f"held by {each['holder']}", " and ".join(each["lines"]), each["cure"], each["bytes"])
+        yield Cause("growth", f"grows by {each['bytes']:,} bytes a step{f' since step {since}' if since else ''}, "
+                    f"held by {each['holder']}", " and ".join(each["lines"]), each["cure"], each["bytes"])
     if not grows and facts.growth:
         yield Cause("growth", f"grows by {rate:,} bytes a step since step {since}", "",
                     "look at what the script keeps, below")
@@ -96,11 +94,14 @@ def _update(facts):
 
 
 def _longest(facts):
-    if facts.batch and facts.longest_before:
+    if facts.batch and facts.before:
         rows, length = rows_and_length(facts.batch)
-        if length > facts.longest_before:
+        if length <= facts.before.longest and rows * length > facts.before.largest > 0:
+            yield Cause("largest batch", f"the largest batch so far: {rows:,} rows of {length:,}", facts.line,
+                        "take fewer rows, or such a batch in micro-batches")
+        elif length > facts.before.longest > 0:
             yield Cause("longest batch", f"the longest batch so far: {rows} rows of {length:,}, and the longest before "
-                        f"had {facts.longest_before:,}", facts.line, "cut longer rows, put rows of one length together "
+                        f"had {facts.before.longest:,}", facts.line, "cut longer rows, put rows of one length together "
                         "and fewer of long ones, or take such a batch in micro-batches")
 
 

@@ -15,6 +15,7 @@ from ..allocator.settings import Settings
 from ..allocator.snapshot import Snapshot
 from ..memory.tracking.lines import line_of, users
 from .live import Live, line_of_frames, live
+from .longest_batch import LongestBatch
 
 OF_CPU = re.compile(r"(?:tried to allocate|Unable to allocate) ([\d.,]+) ?(\w+)")
 UNITS = {"bytes": 1, "byte": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -44,7 +45,7 @@ class Facts:
     message: str = ""
     device: dict = field(default_factory=dict)
     batch: tuple | None = None
-    longest_before: int = 0
+    before: LongestBatch | None = None
     growth: tuple | None = None
     traced: dict | None = None
     phases: dict = field(default_factory=dict)

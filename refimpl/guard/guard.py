@@ -83,7 +83,7 @@ class Guard:
         self._loop = self._context.enter_context(Loop(self))
         self._sayings = Sayings(self.folder, self._loop, self._tell, self._write)
         self._meter.since_the_last()
-        if self.limit and not self._meter.holds:
+        if self.limit and not _has_cuda() and not self._meter.holds:
             self._sayings.say("limit", "this system does not hold a process to a limit: it is only compared with")
         return self
 
@@ -164,7 +164,7 @@ class Guard:
         known = self._known_now
         peak = max(self._phases.values())
         line = {"step": self.step, "seconds": round(time.perf_counter() - self._began, 6),
-                "batch": self._batch and {"shape": self._batch[1], "dtype": self._batch[2], "calls": self._calls},
+                "batch": self._batch and {"shape": list(self._batch[1]), "dtype": self._batch[2], "calls": self._calls},
                 "peak": peak, "known": known, "known at": self._known_at, "rest": peak - sum(known.values()),
                 "phases": self._phases, "now": self._now}
         if self._meter.name == "cuda":
@@ -229,7 +229,7 @@ class Guard:
                               request or (failure.bytes_of(error) if error else 0), line, running,
                               "CUDA out of memory" if error is None else (str(error) or repr(error)).splitlines()[0])
         facts.batch = self._batch and self._batch[1]
-        facts.longest_before, facts.growth = self._sayings.longest.longest, self._sayings.growth
+        facts.before, facts.growth = self._sayings.longest, self._sayings.growth
         facts.traced = self._sayings.traced
         facts.phases, facts.recomputed_without = dict(self._phases), self._recomputed.without
         self._loop.known.find()

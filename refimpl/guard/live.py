@@ -131,7 +131,7 @@ def _held(storages):
     holders, rows = Holders([group[0].key for group in most]), {}
     for group in most:
         holder = holders[group[0].key]
-        if UNSEEN in holder.words and group[0].category == ACTIVATIONS:
+        if group[0].category == ACTIVATIONS and (UNSEEN in holder.words or "._call_impl" in holder.words):
             holder = Holder(RUNNING)
         row = rows.setdefault(holder.words, Held(holder.words, 0, 0, holder.cure, group[0].line,
                                                  group[0].category == ACTIVATIONS))

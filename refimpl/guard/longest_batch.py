@@ -18,7 +18,7 @@ class LongestBatch:
 
     def __init__(self):
         self._most = defaultdict(dict)  # rows -> {length: bytes}
-        self.longest = 0
+        self.longest = self.largest = 0  # its length; numbers of the largest one
 
     def add(self, shape, nbytes):
         """Note a step's batch, and the bytes of its peak beside what is known. Return whether it is the longest."""
@@ -28,6 +28,7 @@ class LongestBatch:
         if len(most) > KEPT:
             del most[min(most)]
         was, self.longest = self.longest, max(self.longest, length)
+        self.largest = max(self.largest, rows * length)
         return 0 < was < length
 
     def would_not_fit(self, shape, room):

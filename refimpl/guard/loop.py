@@ -42,7 +42,7 @@ class Loop:
         self._called, self._went_back, self._lead, self._others = False, False, None, 0
         self._inside = None  # the optimizer that leads, if it has stepped inside of a backward
         self._has_closure = False  # whether an optimizer's step is under way that calls forward and backward itself
-        self._is_new, self._looking = True, Rarely(0.002)
+        self._is_new, self._looking, self._kinds = True, Rarely(0.002), set()
 
     def __enter__(self):
         self._installed.callback(register_optimizer_step_pre_hook(self._steps).remove)
@@ -73,12 +73,33 @@ class Loop:
         @functools.wraps(original)
         def made(optimizer, *args, **kwargs):
             original(optimizer, *args, **kwargs)
+            self.known.optimizers.add(optimizer)
+            self._wrap_step(type(optimizer))
             self._is_new = True
             if not self._hooks:  # else at the end of the step: there may be one for each parameter
                 self.look()
 
         Optimizer.__init__ = made
         self._installed.callback(setattr, Optimizer, "__init__", original)
+
+    def _wrap_step(self, kind):
+        """Hear of the errors of a class's `step`, for which PyTorch has no hook."""
+        original = kind.step
+        if kind in self._kinds:
+            return
+        self._kinds.add(kind)
+
+        @functools.wraps(original)
+        def step(*args, **kwargs):
+            try:
+                return original(*args, **kwargs)
+            except BaseException as error:
+                self._listener.failed(error)
+                raise
+
+        own = "step" in vars(kind)
+        kind.step = step
+        self._installed.callback((lambda: setattr(kind, "step", original)) if own else (lambda: delattr(kind, "step")))
 
     def watch_engine(self):
         """Put ourselves around autograd's engine as it is now; return a function that takes us away."""
@@ -93,6 +114,8 @@ class Loop:
             self.known.find()
             for model in self.known.models:
                 self._hook(model)
+            for optimizer in self.known.optimizers:
+                self._wrap_step(type(optimizer))
 
     def _hook(self, module):
         if module not in self._hooks and not isinstance(module, torch.jit.ScriptModule):

@@ -15,6 +15,7 @@ from .traced_steps import STEPS, TracedSteps
 
 EVERY = 60  # seconds between two sentences
 NEAR, NEARLY = 0.75, 0.9  # of the capacity: worth a word; then steps run under the tracker, once
+SMALL = 0.01  # share of what grows most: less is not said
 FRAGMENTED = 1.5  # times as much reserved as allocated
 LEAST = {"cpu": 2**20, "cuda": 2**12}  # bytes of a window of steps: what a process takes wavers
 
@@ -67,7 +68,8 @@ class Sayings:
         found = tracing.recorder.recording()
         run = Run(str(self._folder), found, Ending("steps"), STEPS, STEPS, {}, True, 0, None, True)
         self.traced = Explanation(run).as_dict() | {"of steps": f"{tracing.begun + 1} to {step}"}
-        grows = self.traced.get("grows") or []
+        grows = self.traced["grows"] = [each for each in self.traced.get("grows") or () if each["bytes"] >= SMALL * max(
+            every["bytes"] for every in self.traced["grows"])]
         self._note({"traced": self.traced["of steps"], "grows": grows, "top": self.traced.get("top")})
         if self.growth:
             rate, since = self.growth
@@ -76,9 +78,11 @@ class Sayings:
                 lines = " and ".join(line.partition(": ")[0] for line in each["lines"])
                 self.say(each["holder"], f"grows by {human(each['bytes'])} a step since step {since} {under}: made at "
                          f"{lines}, held by {each['holder']}")
-            if not grows:
+            if not grows and self._series.meter.name == "cpu":
+                self.growth = None  # what a process takes wavers: no tensor grows
+            elif not grows:
                 self.say("growth", f"grew by {human(rate)} a step from step {since} on, and these steps left nothing "
-                         f"{under}: what grows does so more rarely, or is none of PyTorch's")
+                         f"{under}: it grows more rarely")
 
     def say(self, kind, words):
         """Say a sentence, at most one a minute: of those that wait, the first of each kind."""

@@ -46,11 +46,11 @@ def step(model, optimizer, tokens):
     optimizer.zero_grad()
 
 
-def guarded(mebibytes):
+def guarded(mebibytes, on_cuda=None):
     """A guard, behind a step that loads what PyTorch loads when it is first asked: libraries, threads."""
     small = blocks(1, 8)
     step(small, torch.optim.AdamW(small.parameters()), batch(1, 8))
-    return memory.guard(FOLDER, limit(mebibytes))
+    return memory.guard(FOLDER, limit(on_cuda if on_cuda and DEVICE == "cuda" else mebibytes))
 
 
 def losses(cured):
@@ -64,7 +64,7 @@ def losses(cured):
 
 
 def hook(cured):
-    with guarded(340):
+    with guarded(340, 260):
         model, outputs = blocks(), []
         optimizer = torch.optim.AdamW(model.parameters())
         model[2].register_forward_hook(lambda *given: outputs.append(given[-1].mean().item() if cured else given[-1]))
@@ -102,8 +102,8 @@ def longest(cured):
 
 
 def second_model(cured):
-    with guarded(270):
-        teacher, batches = blocks(6, 1024), [batch(4, 128) for _ in range(3)]
+    with guarded(270, 315):
+        teacher, batches = blocks(6, 1024), [batch(8, 128) for _ in range(3)]
         with torch.no_grad():
             answers = [teacher(tokens).softmax(-1) for tokens in batches if cured]
         if cured:
@@ -134,7 +134,7 @@ def save(cured):
 
 
 def foreach(cured):
-    with guarded(350):
+    with guarded(350, 400):
         model = blocks(8, 512)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=not cured)
         for _ in range(3):
