@@ -94,8 +94,8 @@ test-phantom: phantom-venv
 	$(PHANTOM) -m "not bytes" tests/phantom/on_device
 	NUMBERS=65536 $(PHANTOM) -m bytes tests/gpu --ignore tests/gpu/test_accumulation.py
 	NUMBERS=262144 $(PHANTOM) -m bytes tests/gpu/test_accumulation.py tests/phantom/on_device
-# This page tells what a dispatch mode changes, and numbers are one.
-PLAIN = $(wildcard notebooks/*_reading_the_meters.ipynb)
+# One page tells what a dispatch mode changes, one opens the tracker late, beside none: and numbers are a mode.
+PLAIN = $(wildcard notebooks/*_reading_the_meters.ipynb notebooks/*_while_it_trains.ipynb)
 # Ranks that train with numbers from the CPU take longer than a cell has elsewhere.
 test-phantom-pages: phantom-venv
 	NUMBERS=268435456 TRITON_INTERPRET=1 $(PHANTOM) $(NBVAL) --nbval-cell-timeout=400 $(filter-out $(PLAIN),$(NOTEBOOKS))
