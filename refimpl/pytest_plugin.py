@@ -1,4 +1,9 @@
-"""The fixture and the marker `memory_budget` of pytest. Torch is imported when a test uses one."""
+"""The fixture and the marker `memory_budget` of pytest. Torch is imported when a test uses one.
+
+    pytest_plugins = ["refimpl.pytest_plugin"]      # in the conftest.py at the root of your tests
+
+It is no entry point: of a package that has one, pytest rewrites the asserts of all modules, which ranks cannot import.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

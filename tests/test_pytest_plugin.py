@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-PLUGIN = ("-p", "no:refimpl", "-p", "refimpl.pytest_plugin")  # once, whether or not this checkout's is installed
+PLUGIN = ("-p", "refimpl.pytest_plugin")
 
 TESTS = '''
 import unittest

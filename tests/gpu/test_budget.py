@@ -107,7 +107,7 @@ def test_over():
 
 def test_the_marker_and_what_a_test_reads_itself(tmp_path):
     (tmp_path / "test_users.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-p", "no:refimpl", "-p", "refimpl.pytest_plugin"]
+    command = [sys.executable, "-m", "pytest", "-p", "refimpl.pytest_plugin"]
     command += ["-p", "no:cacheprovider", "."]  # on the same device, by what this process has in its environment
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert "1 failed, 2 passed" in done.stdout, done.stdout
