@@ -19,12 +19,15 @@ from .longest_batch import LongestBatch
 
 OF_CPU = re.compile(r"(?:tried to allocate|Unable to allocate) ([\d.,]+) ?(\w+)")
 UNITS = {"bytes": 1, "byte": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+OF_ONEDNN, LITTLE = "could not create a primitive", 2**26  # it says the same of what it does not support
 SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED",
          "Resource temporarily unavailable")  # the last: of a thread that could not begin
 
 
-def is_of_memory(error):
-    """Tell whether an error says that memory is not enough."""
+def is_of_memory(error, free):
+    """Tell whether an error says that memory is not enough. `free()`: how many bytes there are."""
+    if isinstance(error, RuntimeError) and OF_ONEDNN in str(error):
+        return free() < LITTLE
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS))
 

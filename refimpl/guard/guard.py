@@ -194,7 +194,7 @@ class Guard:
     def failed(self, error: BaseException | None, device: int = -1, request: int = 0) -> None:
         """Report an error that says that memory is not enough; `error` is None where PyTorch's allocator tells of it,
         before there is one. Another error is left alone, and none is raised here."""
-        if error is not None and (not failure.is_of_memory(error) or any(
+        if error is not None and (not failure.is_of_memory(error, self._free) or any(
                 "refimpl guard" in note for note in getattr(error, "__notes__", ()))):
             return
         if error is None or self._noted == self._failed:  # else the allocator has told of it
@@ -207,6 +207,9 @@ class Guard:
         if error is not None:
             self._note(error)
             self._phases, self._batch, self._calls = {}, None, 0  # the program may try again, with a smaller batch
+
+    def _free(self):
+        return self._meter.state()["free"]
 
     def _note(self, error):
         self._noted = self._failed

@@ -15,7 +15,7 @@ PROGRAMS = [
     ("losses", "growth", "the graph of `kept[…]` of losses()"),
     ("hook", "growth", "held by `outputs`"),
     ("predictions", "predictions", "held by `predicted` of evaluate()"),
-    ("longest", "longest batch", "8 rows of 1,536, and the longest before had 192"),
+    ("longest", "longest batch", "8 rows of 1,024, and the longest before had 192"),
     ("second_model", "second model", "a second model, Sequential, that nothing updates"),
     ("save", "save", "a copy of the state is made beside it"),
     ("foreach", "update", "AdamW updates all parameters at once"),

@@ -13,7 +13,7 @@ PROGRAMS = [  # name, the first cause, a part of its line, a part of what is sai
     ("losses", "growth", "guard_programs.py", "the graph of `kept[…]` of losses()"),
     ("hook", "growth", "guard_programs.py", "held by `outputs`"),
     ("predictions", "predictions", "logits = model(batch(16, 64))", "held by `predicted` of evaluate()"),
-    ("longest", "longest batch", "return cross_entropy", "8 rows of 1,536, and the longest before had 192"),
+    ("longest", "longest batch", "return cross_entropy", "8 rows of 1,024, and the longest before had 192"),
     ("second_model", "second model", "", "a second model, Sequential, that nothing updates"),
     ("save", "save", "copies = [copy.deepcopy(state)", "a copy of the state is made beside it"),
     ("foreach", "update", "optimizer.step()", "AdamW updates all parameters at once"),

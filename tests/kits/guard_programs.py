@@ -64,17 +64,18 @@ def losses(cured):
 
 
 def hook(cured):
-    with guarded(340, 260):
-        model, outputs = blocks(), []
+    with guarded(110, 150):
+        model, outputs = nn.Sequential(nn.Embedding(VOCABULARY, 2048), nn.Linear(2048, 16),
+                                       nn.Linear(16, VOCABULARY)).to(DEVICE), []
         optimizer = torch.optim.AdamW(model.parameters())
-        model[2].register_forward_hook(lambda *given: outputs.append(given[-1].mean().item() if cured else given[-1]))
+        model[0].register_forward_hook(lambda *given: outputs.append(given[-1].mean().item() if cured else given[-1]))
         for _ in range(60):
-            step(model, optimizer, batch(16, 128))
+            step(model, optimizer, batch())
 
 
 def predictions(cured):
-    with guarded(400):
-        model = blocks()
+    with guarded(230):
+        model = blocks(1)
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(3):
             step(model, optimizer, batch())
@@ -84,16 +85,16 @@ def predictions(cured):
 def evaluate(model, cured):
     predicted = []
     with torch.no_grad():
-        for _ in range(100):
+        for _ in range(70):
             logits = model(batch(16, 64))
             predicted.append(logits.argmax(-1) if cured else logits)
 
 
 def longest(cured):
-    with guarded(400):
-        model = blocks()
+    with guarded(200, 240):
+        model = blocks(2)
         optimizer = torch.optim.AdamW(model.parameters())
-        for length in (64, 96, 128, 160, 192, 1536):
+        for length in (64, 96, 128, 160, 192, 1024):
             tokens = batch(8, length)
             for rows in tokens.split(1 if cured and length > 200 else 8):
                 (loss_of(model, rows) * len(rows) / len(tokens)).backward()
@@ -102,14 +103,14 @@ def longest(cured):
 
 
 def second_model(cured):
-    with guarded(270, 315):
-        teacher, batches = blocks(6, 1024), [batch(8, 128) for _ in range(3)]
+    with guarded(310, 350):
+        teacher, batches = blocks(6, 1024), [batch(1, 32) for _ in range(3)]
         with torch.no_grad():
             answers = [teacher(tokens).softmax(-1) for tokens in batches if cured]
         if cured:
             del teacher
-        model = blocks()
-        optimizer = torch.optim.AdamW(model.parameters())
+        model = blocks(8, 512)
+        optimizer = torch.optim.SGD(model.parameters())
         for i, tokens in enumerate(batches):
             with torch.no_grad():
                 wanted = answers[i] if cured else teacher(tokens).softmax(-1)
@@ -123,7 +124,7 @@ def save(cured):
         model = blocks(8, 512)
         optimizer = torch.optim.SGD(model.parameters())
         for _ in range(3):
-            step(model, optimizer, batch())
+            step(model, optimizer, batch(1, 8))
         state = model.state_dict()
         if cured:
             for tensor in state.values():
@@ -142,18 +143,18 @@ def foreach(cured):
 
 
 def data_set(cured):
-    with guarded(300):
+    with guarded(285, 325):
         data = torch.zeros(1 if cured else 64, 1024, 1024, device=DEVICE)
-        model = blocks()
+        model = blocks(1)
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(3):
-            step(model, optimizer, data[0, :8, :256].long())
+            step(model, optimizer, data[0, :8, :128].long())
 
 
 def recomputation(cured):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    with guarded(330):
+    with guarded(180):
         config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=128, intermediate_size=512, num_hidden_layers=12,
                              num_attention_heads=4, use_cache=False)
         model = LlamaForCausalLM(config).to(DEVICE)
@@ -161,7 +162,7 @@ def recomputation(cured):
         model.train(cured)
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(3):
-            tokens = batch(8, 256)
+            tokens = batch(4, 256)
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
