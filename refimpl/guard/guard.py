@@ -19,6 +19,7 @@ import torch
 
 from ..common.nested_tensors import tensors_in
 from ..explain.no_gradients import Recomputed
+from ..explain.phases import START
 from ..untrusted.text import print_text
 from . import failure, report
 from .known_bytes import Rarely
@@ -103,8 +104,8 @@ class Guard:
             self._sayings.tracing.close()
         self._context.close()
         self._meter.close()
-        if not self.step:
-            self._tell("no step ended in this process: none of an optimizer of torch.optim, and no backward")
+        if not self.step and error is None and self._loop.phase != START:
+            self._tell("a model ran, and no step ended in this process: no optimizer stepped, and no backward ended")
         self._log.close("by itself" if error is None else f"by {kind.__name__}")
 
     # --- CUDA --------------------------------------------------------------------------------------------------------
@@ -150,6 +151,8 @@ class Guard:
         self.enters(self._loop.phase)
         self.step += 1
         self._write(self._line())
+        if optimizer is None and self.step == 1:
+            self._sayings.say("steps", "no optimizer of torch.optim is in sight: each backward is counted as a step")
         self._sayings.stepped(optimizer, self.step)
         self._sayings.look(self.last, self._meter, self._batch and self._batch[1])
         self._phases, self._batch, self._calls, self._reserved = {}, None, 0, 0

@@ -97,10 +97,15 @@ def test_another_error_is_left_alone(model, tmp_path):
     assert lines(tmp_path / "rank0.steps.jsonl")[-1]["ended"] == "by ValueError"
 
 
-def test_a_run_without_a_step_is_said(tmp_path, capsys):
+def test_a_run_without_steps_or_without_an_optimizer_is_said(model, tmp_path, capsys):
     with memory.guard(tmp_path) as guard:
-        pass
-    assert "no step ended in this process" in guard.said[-1] and "no step ended" in capsys.readouterr().err
+        model(torch.zeros(2, 3, dtype=torch.long))
+    assert "a model ran, and no step ended" in guard.said[-1] and "no step ended" in capsys.readouterr().err
+    with memory.guard(tmp_path) as guard:
+        for _ in range(3):
+            model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+    assert guard.step == 3 and guard.said == [
+        "no optimizer of torch.optim is in sight: each backward is counted as a step"]
 
 
 @pytest.mark.parametrize(("arguments", "words"), [({"limit": 0}, "limit=0: expected bytes"),
