@@ -47,3 +47,7 @@ def test_a_block_with_two_lives_is_named():
     found._events.append((1, 0, 0, 0))
     with pytest.raises(ValueError, match="block 0 is taken 2 times"):
         plan_static(found.trace())
+
+
+def test_a_block_without_bytes_takes_no_room():
+    assert Lifetimes([0, 0], [1, 1], [0, 5]).lower_bound == 5

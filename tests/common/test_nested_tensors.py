@@ -4,7 +4,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from refimpl import memory
-from refimpl.common.nested_tensors import dense_parts, tensors_in
+from refimpl.common.nested_tensors import dense_parts, is_dry, tensors_in
 
 
 def test_tensors_are_found_in_nested_containers():
@@ -47,3 +47,10 @@ def test_wrapper_tensors_are_what_they_wrap():
     with memory.track() as t:
         both = TwoTensor(torch.zeros(10), torch.zeros(10)) + 1
     assert t.now.total == sum(part.nbytes for part in dense_parts(both)) == 80
+
+
+def test_a_fake_tensor_of_a_dry_run_alone_is_dry():
+    assert memory.dry_run(lambda: is_dry(torch.zeros(2))).result
+    with FakeTensorMode():
+        assert not is_dry(torch.zeros(2))
+    assert not is_dry(torch.zeros(2))

@@ -8,6 +8,7 @@ from head_kit import EVERYTHING, errors, exact, head, plain, read, split_columns
 from rank_pool import pooled
 
 from refimpl import memory
+from refimpl.comm import FakeCommunicator
 from refimpl.cross_entropy.chunked import chunked_linear_cross_entropy, default_chunk_size, multi_token_cross_entropy
 from refimpl.cross_entropy.closed_forms import chunked_cross_entropy_bytes, split_cross_entropy_traffic
 
@@ -201,3 +202,17 @@ def test_label_smoothing_has_one_sum_a_row_more():
     without, smooth = (split_cross_entropy_traffic(64, 8, 0, 2, chunk_size=16, **options).total
                        for options in ({}, {"label_smoothing": 0.1}))
     assert without == 64 * (1 + 3) * 4 + 64 * 8 * 4 and smooth == without + 64 * 4
+
+
+def test_a_chunk_s_logits_are_gone_when_ranks_add_up_the_gradient_of_hidden(monkeypatch):
+    comm, there = FakeCommunicator(0, 2), []
+    add_up = comm.all_reduce
+    def all_reduce(x, *args, label, **options):
+        if label == "gradient of hidden":
+            there.append(t.now.total)
+        return add_up(x, *args, label=label, **options)
+    monkeypatch.setattr(comm, "all_reduce", all_reduce)
+    hidden, weight, targets, _ = head(64, 8, 500)
+    with memory.track(hidden, weight, targets) as t:
+        loss = chunked_linear_cross_entropy(hidden, weight, targets, comm=comm, vocabulary=1000)
+    assert there[0] - t.now.total < 64 * 500 * 4 / 10, loss
