@@ -127,3 +127,9 @@ def test_what_is_no_file_no_json_or_no_attention_of_the_model(written, tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not JSON"):
         estimate(str(tmp_path))
+
+
+def test_a_dropout_of_all_elements_is_no_share(written):
+    all_of_it = CONFIGS["gpt2"] | dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 1.0)
+    with pytest.raises(ValueError, match="embd_pdrop=1.0: expected a share from 0 to below 1"):
+        find(written(all_of_it), Options(builder="refimpl"))

@@ -31,6 +31,13 @@ class Blocks(torch.nn.Module):
 def with_blocks():
     return Blocks(), torch.randn(32, 16)
 """
+OUR_GPT = """
+import torch
+from refimpl.model import GPT, GPTConfig
+def build():
+    tokens = torch.zeros(4, 16, dtype=torch.int64)
+    return GPT(GPTConfig(vocab_size=8, context_length=16, layers=2, hidden=16, heads=2)), (tokens, tokens)
+"""
 STATE = 5056  # bytes of the CPU generator's state, which each block keeps beside its input
 NUMBERS, BATCH = 8 * 8 + 8 + 8 * 24, 4 * 8  # of the parameters, of the batch
 
@@ -62,3 +69,10 @@ def test_a_model_that_can_recompute_is_told_to(net):
     kept, recomputed = (train(None, model, Options(recompute=each)).trace.peak_moment("forward").ledger["activations"]
                         for each in (False, True))
     assert kept == 4 * (4 * tokens * hidden) and recomputed == 4 * tokens * hidden + 2 * STATE
+
+
+def test_our_gpt_recomputes_its_blocks(tmp_path):
+    (tmp_path / "gpt.py").write_text(OUR_GPT)
+    kept, recomputed = (train(None, f"{tmp_path / 'gpt.py'}:build", Options(optimizer="sgd", recompute=each)).trace
+                        .peak_moment("forward").ledger["activations"] for each in (False, True))
+    assert recomputed < kept

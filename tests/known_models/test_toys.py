@@ -32,6 +32,11 @@ def test_three_ranks_can_share_the_heads(heads, kv, expected):
     assert (small.num_attention_heads, small.num_key_value_heads) == expected
 
 
+def test_a_width_that_comes_out_uneven_becomes_a_multiple_of_twelve():
+    """Of 4 heads of 64 for a width of 100 a toy has 6 of 8, for a width of 18.75."""
+    assert shrunk(LlamaConfig(hidden_size=100, num_attention_heads=4, head_dim=64)).hidden_size == 24
+
+
 def test_a_class_that_allows_no_three_is_cut_for_four():
     toy, ranks = toy_of(Quarters(LlamaConfig(**LLAMA | {"num_key_value_heads": 4})))
     assert ranks == 4 and toy.config.num_attention_heads == toy.config.num_key_value_heads == 8
