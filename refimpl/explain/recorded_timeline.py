@@ -125,15 +125,15 @@ class RecordedTimeline:
                  for call in self.recording.calls if call.depth == 1 and call.goes_back]
         return any(records and not any(each.freed_by_backward for each in records) for records in saved)
 
-    def begins_backward(self, record, path):
-        """Return the first row of the backward of a module of which `record`, freed there, was kept.
+    def begins_backward(self, record, call):
+        """Return the first row of the backward of a call of which `record`, freed there, was kept.
 
-        The row is looked for from where the record goes backwards, while operations belong to the module.
+        The row is looked for from where the record goes backwards, while operations belong to the call's module.
         """
         ops, row = self.trace.ops, int(self.freed[record]) - 1
-        while row > 1 and ops[row - 2].phase == BACKWARD and inside(ops[row - 2].module, path):
+        while row > call.end + 1 and ops[row - 2].phase == BACKWARD and inside(ops[row - 2].module, call.path):
             row -= 1
-        return max(row, 1)
+        return row
 
     def block_end(self, record):
         """Return the row after which no variable inside of a model can hold a record: the repeated block that made it

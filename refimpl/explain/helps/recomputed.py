@@ -38,8 +38,7 @@ class Calls(NamedTuple):
             kept = timeline.kept_by(call) if call.path in paths else []
             kept = [i for i in kept if timeline.categories[i] == ACTIVATIONS]
             if kept:
-                begins = timeline.begins_backward(min(kept, key=lambda i: timeline.freed[i]), call.path)
-                found.append((call, kept, max(begins, call.end + 1)))
+                found.append((call, kept, timeline.begins_backward(min(kept, key=lambda i: timeline.freed[i]), call)))
         return found
 
 
