@@ -117,10 +117,11 @@ def _tried(arguments, *names):
         return json.loads(written.read_text(encoding="utf-8")) if written.exists() else {"status": done.returncode or 1}
 
 
-def say(made, folder=None, before=None, everything=False):
-    """Print the explanation of a Run and return it, and write its files if there is a `folder`.
+def say(made, folder, before, everything):
+    """Print the explanation of a Run and return it, and write its files if there is a `folder`, not None.
 
-    `before`: what the JSON of a run without the switched technique has, to compare with. `everything`: as in `text`.
+    `before`: what the JSON of a run without the switched technique has, to compare with, or None. `everything`: as in
+    `text`.
     """
     explanation = Explanation(made)
     print_text(f"\n{explanation.text(everything)}", flush=True)
