@@ -52,3 +52,22 @@ def test_nothing_is_said_of_what_is_not_known(tmp_path, change):
     elif "iter" in change[1]:  # a stream
         change = "DataLoader(data, batch_size=2, collate_fn=collate)", "map(collate, zip(data[::2], data[1::2]))"
     assert not said(explained(tmp_path / "script.py", SCRIPT, [change]))
+
+
+TINY = """
+import torch
+from torch.utils.data import DataLoader
+
+data = [{"input_ids": [0] * n} for n in (2, 3, 5)]
+loader = DataLoader(data)
+model = torch.nn.Embedding(4, 8)
+optimizer = torch.optim.SGD(model.parameters())
+for n in (2, 3, 4):
+    model(torch.zeros(2, n, dtype=torch.int64)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_an_item_as_long_as_the_longest_batch_is_not_worth_a_word(tmp_path):
+    assert said(explained(tmp_path / "script.py", TINY))
+    assert not said(explained(tmp_path / "script.py", TINY, [("(2, 3, 5)", "(2, 3, 4)")]))

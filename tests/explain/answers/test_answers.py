@@ -187,3 +187,23 @@ def test_many_tensors_are_each_looked_at_a_few_times(tmp_path, monkeypatch):
     monkeypatch.setattr(dead, "last_use", lambda timeline, i: asked.append(i) or original(timeline, i))
     [answer] = [each for each in explained(tmp_path / "script.py", MANY).answers if each.name == "unread"]
     assert answer.saves == 2000 * 160 and len(asked) < 6 * 2000
+
+
+BY_TURNS = """
+import torch
+
+first, model = torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(3):
+    if step == 0:
+        first.weight.sum()
+    model(torch.ones(1 + step, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_what_the_second_step_reads_at_once_is_used(tmp_path):
+    def unused(*changes):
+        return [each for each in explained(tmp_path / "script.py", BY_TURNS, changes).answers if each.name == "unused"]
+
+    assert unused() and not unused(("step == 0", "step == 1"))
