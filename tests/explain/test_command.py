@@ -11,7 +11,7 @@ import pytest
 
 from refimpl import cli
 from refimpl.explain import script_run
-from refimpl.explain.command import as_one_word
+from refimpl.explain.command import _verdict, as_one_word
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -96,3 +96,8 @@ def test_what_follows_the_script_is_its_own_with_two_dashes_too(tmp_path, capsys
     assert "['--', '--steps', '9']" in capsys.readouterr().out
     cli.main(["explain", "--", str(tmp_path / "train.py"), "x"])
     assert "['x']" in capsys.readouterr().out
+
+
+def test_a_promise_is_off_by_a_share_of_what_was_saved():
+    assert _verdict({"bound": False, "saves": 970}, 1000) == "3.0% off"
+    assert _verdict({"bound": False, "saves": 500}, 1000) == "50.0% off: the promise was wrong"

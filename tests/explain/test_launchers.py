@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from refimpl.explain import Explanation, check, run
+from refimpl.explain import Explanation, Script, check, run
 from refimpl.explain.launchers import program
 
 ROOT = Path(__file__).parents[2]
@@ -119,3 +119,7 @@ def test_who_reads_the_head_alone_gets_no_traceback(project, lines):
     done = subprocess.run(f"{sys.executable} -m refimpl explain train.py | head -1", shell=True, capture_output=True,
                           text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300)
     assert done.stdout == "x" * 70 + "\n" and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+def test_a_file_is_a_script_unless_a_module_is_asked_for(project):
+    assert type(program(["train.py", "--x"])) is Script and type(program(["train"], is_module=True)) is not Script

@@ -1,6 +1,7 @@
 """What a recorder writes down of models and optimizers, and that nothing of it stays when it leaves."""
 
 import gc
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -8,6 +9,7 @@ from torch.nn.modules import module as modules
 
 from refimpl.explain.recorder import ScriptRecorder
 from refimpl.explain.rows import Axis
+from refimpl.explain.uses import Uses
 
 
 class Flipped(nn.Module):
@@ -25,6 +27,14 @@ def test_its_hooks_go_when_it_leaves():
     with ScriptRecorder():
         assert hooks() != before
     assert hooks() == before
+
+
+def test_what_a_collection_frees_that_began_before_is_not_the_collector_s():
+    """A thread may begin while Python collects in another."""
+    uses = Uses(SimpleNamespace(events=[(0, 0, 8), (1, 0, -8)]))
+    with uses:
+        gc.callbacks[-1]("stop", {})
+    assert not uses.collected
 
 
 def test_it_notes_each_optimizer_that_steps():
