@@ -58,6 +58,25 @@ def test_a_single_row_of_queries_is_cudnn_s_on_one_generation_alone():
         assert choose(catalog.hardware(gpu), rows, k, v, None, 0.0, False, False) == of_more
 
 
+def test_a_flash_kernel_that_has_no_backward_there_is_taken_without_gradients():
+    q, k, v = tensors(*[(2, 8, 16, 200)] * 3, dtype=BF16)
+    gpu = catalog.hardware("rtx-3090")
+    assert choose(gpu, q, k, v, None, 0.0, False, False) == "efficient"
+    assert choose(gpu, q.detach(), k.detach(), v.detach(), None, 0.0, False, False) == "flash"
+    with torch.no_grad():
+        assert choose(gpu, q, k, v, None, 0.0, False, False) == "flash"
+
+
+def test_rows_of_a_mask_are_made_longer_for_the_efficient_kernel_alone():
+    def longer(gpu):
+        def attend():
+            q, k, v = tensors(*[(1, 1, 20, 64)] * 3, dtype=BF16)
+            F.scaled_dot_product_attention(q, k, v, torch.zeros(20, 20, dtype=BF16))
+        return [nbytes for operation, nbytes in made(attend, gpu) if operation == "constant_pad_nd"]
+
+    assert longer("a100-80") == [20 * 32 * 2] and longer("h100-sxm") == []
+
+
 def test_attention_without_a_batch_takes_a_fused_kernel_since_2_14(monkeypatch):
     def program():
         q, k, v = tensors((8, 512, 64), *[(8, 384, 64)] * 2, dtype=BF16)

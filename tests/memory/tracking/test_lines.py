@@ -114,3 +114,11 @@ def test_a_line_is_named_as_on_every_machine():
         torch.zeros(3)
     (line, nbytes), = t.top(by="line")
     assert line == f"tests/memory/tracking/test_lines.py:{here + 2}: torch.zeros(3)" and nbytes == 12
+
+
+def test_a_file_that_was_edited_since_shows_its_new_text(tmp_path):
+    path = tmp_path / "train.py"
+    for text in ("x = 1", "longer = 2"):
+        path.write_text(text)
+        lines.begin_program(path)
+        assert lines.line_of(str(path), 1).text == text
