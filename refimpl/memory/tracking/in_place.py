@@ -6,7 +6,7 @@ A tracker is a dispatch mode, and so is what makes tensors fake. So two things a
 - gradients that meet at a tensor are added in place under the condition of input_buffer.cpp: that nobody but the
 engine holds the sum so far;
 - formulas that ask run without the mode and count as one operation. On fake tensors, which make autograd compute out
-of place by themselves, trackers look away, and what a formula adds to fresh zeros is written into these.
+of place by themselves, trackers look away: what a formula returns is as large either way.
 
 A mode that the user turns on has the same effect on the user's program, so beside one nothing is done.
 """
@@ -28,24 +28,14 @@ from torch.utils._python_dispatch import (
 aten = torch.ops.aten
 PYTHON = torch._C.DispatchKey.Python
 _VANILLA = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-ZEROS = frozenset({aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default})
-_TWINS = {  # what a formula does out of place -> the same in place
-    aten.scatter.src: aten.scatter_.src,
-    aten.scatter_add.default: aten.scatter_add_.default,
-    aten.index_add.default: aten.index_add_.default,
-    aten.index_put.default: aten.index_put_.default,
-    aten.index_fill.int_Tensor: aten.index_fill_.int_Tensor,
-    aten.masked_scatter.default: aten.masked_scatter_.default,
-    aten.put.default: aten.put_.default,
-}
-# Nodes whose formula asks. The first take what they return, on fake tensors with the twins above; the others more.
-_SCATTERING = ("CummaxBackward0 CumminBackward0 GatherBackward0 IndexBackward0 IndexSelectBackward0 KthvalueBackward0 "
-               "MaskedSelectBackward0 MaxBackward0 MedianBackward1 MinBackward0 ModeBackward0 NanmedianBackward1 "
-               "SortBackward0 SortBackward1 TakeBackward0 TopkBackward0 TraceBackward0").split()
+# Nodes whose formula asks. The first take what they return; the others more.
+_NO_MORE = ("CummaxBackward0 CumminBackward0 GatherBackward0 IndexBackward0 IndexSelectBackward0 KthvalueBackward0 "
+            "MaskedSelectBackward0 MaxBackward0 MedianBackward1 MinBackward0 ModeBackward0 NanmedianBackward1 "
+            "SortBackward0 SortBackward1 TakeBackward0 TopkBackward0 TraceBackward0").split()
 TAKES_MORE = ("BinaryCrossEntropyBackward0 ClampBackward0 CumprodBackward0 LinalgHouseholderProductBackward0 "
               "MaskedFillBackward1 MaxBackward1 MedianBackward0 MinBackward1 NanmedianBackward0 OrmqrBackward0 "
               "ProdBackward0 ProdBackward1").split()
-_ASKING = frozenset(_SCATTERING + TAKES_MORE)
+_ASKING = frozenset(_NO_MORE + TAKES_MORE)
 
 _now = threading.local()  # .ran: the node whose formula has run, so that the engine adds up what it returned
 
@@ -157,28 +147,11 @@ def _only_trackers(fake=False):
 # --- inside the mode -------------------------------------------------------------------------------------------------
 
 
-def has_twin(func):
-    """Tell whether `twin_of` has to be asked."""
-    return func is aten.add.Tensor or func in _TWINS
-
-
-def twin_of(func, args):
-    """Return the operation that autograd would call in place of `func` if no mode were on, or `func`."""
-    if func is aten.add.Tensor:
-        ran = getattr(_now, "ran", None)
-        return aten.add_.Tensor if ran is not None and ran == _running() and _accumulates(args) else func
-    if func in _TWINS and type(args[0]) is FakeTensor:
-        fresh = getattr(_now, "fresh", None)
-        return _TWINS[func] if fresh == (args[0].untyped_storage()._cdata, _running()) else func
-    return func
-
-
-def note_zeros(zeros):
-    """Note what one of `ZEROS` returned: a formula may write into it."""
-    if type(zeros) is FakeTensor:
-        node = torch._C._current_autograd_node()
-        if node is not None and name_of(node) in _SCATTERING:
-            _now.fresh = zeros.untyped_storage()._cdata, _running()
+def sum_of(args):
+    """Return the operation by which autograd would add up if no mode were on: `add`, or where it adds gradients that
+    meet, `add_`."""
+    ran = getattr(_now, "ran", None)
+    return aten.add_.Tensor if ran is not None and ran == _running() and _accumulates(args) else aten.add.Tensor
 
 
 def _accumulates(args):
@@ -228,6 +201,6 @@ def calibrate(fake):
 class _Probe(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if has_twin(func):
-            func = twin_of(func, args)
+        if func is aten.add.Tensor:
+            func = sum_of(args)
         return func(*args, **kwargs)

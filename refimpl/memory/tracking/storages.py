@@ -20,7 +20,7 @@ from ...common.marks import mark_of
 from ...common.nested_tensors import PLAIN, dense_parts, tensors_in
 from ..storage_records import START, Op, StorageRecord
 from ..trace import Trace
-from .in_place import TAKES_MORE, ZEROS, has_twin, inside_formula, note_zeros, twin_of
+from .in_place import TAKES_MORE, inside_formula, sum_of
 from .lines import Lines
 from .taking import WORKSPACE, gpu_of, inside_on_cuda, may_take, note_of, takes_workspace
 
@@ -38,8 +38,7 @@ class _Facts(NamedTuple):
 
     name: str
     no_tensors: bool
-    in_place: bool  # autograd may mean another one in place
-    zeros: bool
+    adds: bool  # autograd may mean to do it in place
     takes_workspace: bool
     inside: object  # what CUDA takes in it, as a function of its arguments, or None
 
@@ -49,7 +48,7 @@ _facts = {}  # id of an operation -> its _Facts; operations live as long as the 
 
 def _facts_of(func):
     name = func.name().removeprefix("aten::").partition(".")[0]
-    _facts[id(func)] = facts = _Facts(name, func in _NO_TENSORS, has_twin(func), func in ZEROS, may_take(func),
+    _facts[id(func)] = facts = _Facts(name, func in _NO_TENSORS, func is torch.ops.aten.add.Tensor, may_take(func),
                                        inside_on_cuda(func))
     return facts
 
@@ -102,20 +101,14 @@ class StorageMode(Trace, TorchDispatchMode):
         if facts.no_tensors:  # most of a dry run's calls ask for a device
             return args[0].device if func is torch.ops.prim.device.default else func(*args, **kwargs)
         if self._under_fake_mode and inside_formula():
-            func = twin_of(func, args)
-            outputs = func(*args, **kwargs)
-            if facts.zeros:
-                note_zeros(outputs)
-            return outputs
+            return func(*args, **kwargs)
         if func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(…) fills a storage first, then announces it
             self._see(args)
             if kwargs:
                 self._see(kwargs.values())
-        if facts.in_place:
-            func = twin_of(func, args)
+        if facts.adds:
+            func = sum_of(args)
         outputs = func(*args, **kwargs)
-        if facts.zeros:
-            note_zeros(outputs)
         if facts.takes_workspace and takes_workspace(func, args, outputs):
             self._with_workspaces.add(facts.name)
         if func is not torch.ops.aten.detach.default:  # an alias, made by autograd and by our own hook
