@@ -144,6 +144,15 @@ def test_a_store_below_host_memory_takes_the_states(make, dtype):
     assert farthest(parameters_of(plain), parameters_of(engine)) <= (1e-6 if dtype == torch.float32 else 0)
 
 
+def test_gradients_that_are_dropped_leave_a_store_below_host_memory():
+    store = BelowHost()
+    engine = Zero1(nn.Linear(4, 4), FakeCommunicator(0, 1), ADAMW, update=SMALL(kernel="torch"), store=store)
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    assert {kind for kind, _ in store.tensors} == {"states", "gradients"}
+    engine.zero_grad()
+    assert {kind for kind, _ in store.tensors} == {"states"}
+
+
 @pytest.mark.parametrize("make", STAGES)
 def test_states_rest_on_a_disk_and_are_updated_in_host_memory(make, tmp_path):
     plain = alone(make, LOW, update=SMALL())

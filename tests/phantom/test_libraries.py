@@ -99,3 +99,14 @@ def test_what_cannot_be_built_says_why_in_one_sentence(tmp_path, cache, monkeypa
         libraries.build(torch, "2.99.0")
     assert "\n" not in str(caught.value)
     assert not cache.exists() or not list(cache.iterdir()), "something half built is left"
+
+
+def test_what_is_kept_has_a_hash_of_each_file(tmp_path):
+    made, folder = tmp_path / "made", tmp_path / "kept"
+    made.mkdir()
+    (made / "libphantom.so").write_bytes(b"as it was built")
+    libraries._keep(made, folder)
+    libraries._check(folder)
+    (folder / "libphantom.so").write_bytes(b"something else")
+    with pytest.raises(libraries.CannotBuild, match="libphantom.so is not as it was built"):
+        libraries._check(folder)
