@@ -335,3 +335,13 @@ def test_what_is_known_is_not_computed_where_the_result_is_large():
     with memory.measure("cpu") as m:
         t = memory.dry_run(mask)
     assert t.peak.total >= 4096 * 4096 and m.peak < 2**20
+
+
+def test_values_of_64_kib_are_known_and_of_more_are_not():
+    def read():
+        return [torch.arange(float(n))[3].item() for n in (2**14, 2**14 + 1)]
+
+    def computed():
+        return [(torch.arange(64.0).view(64, 1) * torch.ones(1, n))[3, 0].item() for n in (256, 257)]
+
+    assert memory.dry_run(read).result == memory.dry_run(computed).result == [3.0, 0.0]
