@@ -81,8 +81,8 @@ def test_the_title_says_step_and_idle_time():
         "mine: step 16.5 s, idle at most 4.5 s on one rank")
 
 
-def test_a_picture_is_as_wide_as_is_said_and_up_to_16_ranks_have_large_names():
-    for ranks, letters in ((16, 9), (17, 7)):
-        step = simulate(schedule("gpipe", ranks, 2))
-        assert draw(step).get_figwidth() == 9.5 and draw(step, width=7).get_figwidth() == 7
-        assert {name.get_fontsize() for name in draw(step).axes[0].get_yticklabels()} == {letters}
+def test_a_picture_is_as_wide_as_a_page_or_as_is_said_and_up_to_16_ranks_have_large_names():
+    for ranks, given, width, letters in ((16, {}, 9.5, 9), (17, {"width": 7}, 7, 7)):
+        figure = draw(simulate(schedule("gpipe", ranks, 1)), **given)
+        assert figure.get_figwidth() == width
+        assert {name.get_fontsize() for name in figure.axes[0].get_yticklabels()} == {letters}

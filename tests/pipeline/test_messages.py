@@ -83,3 +83,7 @@ def test_bytes_of_stages_of_different_sizes():
     plan = schedule("1f1b", 3, 2)
     assert [message_traffic(plan, rank, [1, 10, 100]) for rank in range(3)] == [2, 2 * (10 + 1), 2 * 10]
     assert message_bytes(plan, 0, [1, 10, 100]) < 10 and message_bytes(plan, 2, [1, 10, 100]) >= 20
+
+
+def test_a_rank_holds_three_messages_at_most_however_many_micro_batches():
+    assert [message_bytes(schedule("1f1b", 2, m), rank=1, nbytes=10) for m in (4, 8, 16)] == [3 * 10] * 3
