@@ -11,6 +11,7 @@ from outside.models import GROUPED, causal
 from pipeline_kit import WIDTH, mlp
 from tensor_kit import GPTS, OTHERS, with_exact_norms
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from users_kit import Model
@@ -299,3 +300,11 @@ def test_a_part_that_keeps_its_graph_after_w_is_seen(monkeypatch):
     monkeypatch.setattr(DeferredByGraph, "weights_backward", keeping)
     monkeypatch.setattr(DeferredByFormulas, "weights_backward", lambda part: None)
     assert kept(parts_too=True)[2] == before
+
+
+def test_gradients_that_a_small_graph_keeps_until_w_are_activations():
+    leaf, x = linear(), torch.ones(ROWS, WIDTH, requires_grad=True)
+    part = DeferredByGraph(leaf, [get_gradient_edge(leaf(x))], [x])
+    with memory.track(leaf, x) as t:
+        part.inputs_backward([torch.ones(ROWS, WIDTH)])
+    assert t.now["activations"] == x.nbytes

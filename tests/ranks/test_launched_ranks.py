@@ -6,6 +6,7 @@ import resource
 import signal
 import threading
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -78,3 +79,10 @@ def test_a_result_that_can_be_read_nowhere_is_named():
     error = failure("rank 1 returned a value that cannot be unpickled: TypeError.*'second'",
                     lambda comm: TwoArguments(1, 2) if comm.rank else None, 2)
     assert error.ranks == (1,) and isinstance(error.__cause__, TypeError)
+
+
+def test_ranks_of_which_none_has_ended_are_looked_at_unless_they_may_wait_for_ever():
+    soon = time.monotonic() + 100
+    ranks = SimpleNamespace(_ranks=[SimpleNamespace(value=None)], _signs=SimpleNamespace(next=soon))
+    assert launched_ranks.LaunchedRanks._look(ranks, 5.0) == soon
+    assert launched_ranks.LaunchedRanks._look(ranks, float("inf")) == float("inf")
