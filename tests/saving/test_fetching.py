@@ -9,7 +9,7 @@ import pytest
 from own_disks_kit import COLUMNS, ROWS, files, loaded, refusal, zeroed
 from saving_kit import differing
 
-from refimpl.comm import launch
+from refimpl.comm import FakeCommunicator, launch
 from refimpl.saving import fetching
 
 
@@ -74,3 +74,14 @@ def test_a_host_whose_disk_is_full_in_a_load_leaves_nothing(two):
     assert answers[1][0] == "OSError" and "DISK/fetched-" in answers[1][1]
     assert all(name == "RankError" and "rank 1 raised OSError" in said for name, said, _ in answers[::2])
     assert all(same for _, _, same in answers) and not list(two.glob("*/*/fetched-*"))
+
+
+def test_a_host_sees_what_it_lacks_beside_its_own_files_and_only_while_it_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(fetching, "_move", lambda comm, folder, view, manifest, moves, ranges: [
+        (view / file).touch() for file, _, _ in moves])
+    folder, moves = tmp_path / "saved" / "step-1", [("rank-00000.safetensors", 0, 1)]
+    folder.mkdir(parents=True)
+    (folder / "rank-00001.safetensors").touch()
+    with fetching.fetched(FakeCommunicator(1, 2), ["hosta", "hostb"], folder, None, moves, lambda files: {}) as view:
+        assert sorted(os.listdir(view)) == ["rank-00000.safetensors", "rank-00001.safetensors"]
+    assert os.listdir(folder.parent) == ["step-1"]

@@ -225,3 +225,11 @@ def test_logits_never_exist_whole(family):
     with memory.track(model, tokens) as t:
         process(tokens, tokens).backward()
     assert t.peak.total - t.start.total - t.now["gradients"] < 5 * one_chunk < whole
+
+
+def test_a_hook_of_a_parameter_hears_each_chunk_once(made, family):
+    model, tokens, targets = made(family("gpt2", layers=1), "dense")
+    heard, parameter = [], next(model.parameters())
+    parameter.register_hook(heard.append)
+    ChunkedSequenceProcessor(model, 25)(tokens, targets).backward()
+    assert len(heard) == -(-tokens.shape[1] // 25)

@@ -295,3 +295,13 @@ def test_recomputation_by_the_callers_own_means(family):
 
     found = longest_sequence(step, 5 * 10**7, longest=2048)
     assert peak_of(step, found.sequence) == found.peak <= 5 * 10**7 < peak_of(step, found.sequence + 64)
+
+
+def test_a_moment_that_is_the_highest_only_later_needs_no_more_dry_runs():
+    """Up to 600 tokens a linear one is, then a quadratic one."""
+    def step(sequence):
+        torch.empty(1200 * sequence)
+        torch.empty(2, sequence, sequence)
+
+    found = longest_sequence(step, 2 * 768 * 768 * 4)
+    assert [*found.dry_runs] == [256, 384, 512, 768, 832]
