@@ -14,7 +14,7 @@ from refimpl import memory
 from refimpl.checkpointing import AdaptiveCheckpoint, checkpoint, checkpoint_sequential, recompute
 from refimpl.comm import FakeCommunicator
 from refimpl.tensor import partitioned as module
-from refimpl.tensor.partitioned import PartitionedInputs, bit_sum, partitioned_bytes, partitioned_traffic
+from refimpl.tensor.partitioned import PartitionedInputs, UnequalInputs, bit_sum, partitioned_bytes, partitioned_traffic
 
 WIDTHS = {"gpt": (CONFIG.layers, CONFIG.hidden), "llama": (2, 64)}  # blocks, hidden
 
@@ -295,3 +295,13 @@ def test_the_closed_forms_in_numbers():
 def test_options_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
         PartitionedInputs(FakeCommunicator(0, 2), **options)
+
+
+def test_an_input_that_comes_back_as_another_one_is_refused():
+    """Of a communicator that gathers this rank's part from all."""
+    comm = FakeCommunicator(0, 2)
+    comm.has_others = True
+    inputs = PartitionedInputs(comm, smallest=0)
+    inputs.unpack(*inputs.pack(torch.ones(8, requires_grad=True)))
+    with pytest.raises(UnequalInputs):
+        inputs.unpack(*inputs.pack(torch.arange(8.0, requires_grad=True)))

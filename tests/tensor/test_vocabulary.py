@@ -50,6 +50,13 @@ def test_all_logits_on_every_rank(comm, world_size):
 # --- cross-entropy ---------------------------------------------------------------------------------------------------
 
 
+def test_a_loss_leaves_its_logits_as_they_are_unless_it_is_asked_to_overwrite_them():
+    for options, stays in (({}, True), ({"overwrite": True}, False)):
+        logits = torch.ones(2, V, requires_grad=True)
+        vocabulary_parallel_cross_entropy(logits, torch.tensor([3, 5]), ALONE, V, **options).backward()
+        assert (logits == 1).all() == stays
+
+
 def cases(ignored):
     """Yield (name, logits, targets)."""
     for name in ("ordinary", "some ignored", "all ignored", "extreme", "masked", "target masked", "small ids"):
