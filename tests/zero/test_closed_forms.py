@@ -48,6 +48,14 @@ def test_a_large_head_is_freed_before_backward(vocabulary, stays):
     assert dict(sent) == dict(step_traffic(model, 4, 3, micro_batches=2))
 
 
+def test_16_bit_parameters_in_shards_rest_as_their_masters_alone():
+    found = [model_state_bytes(nn.Linear(8, 8, bias=False, dtype=dtype), 4, 3, optimizer="sgd")
+             for dtype in (torch.bfloat16, torch.float32)]
+    one_element, shard = (2, 4), 8 * 8 // 4 * 4
+    assert [each["parameters"] for each in found] == [one_element[0], one_element[1] + shard]
+    assert [each["optimizer state"] for each in found] == [shard, 0]
+
+
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stage", range(4))
 def test_bytes_of_16_bit_parameters(stage, reduce_dtype):
