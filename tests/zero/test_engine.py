@@ -138,3 +138,18 @@ def test_engines_that_differ_are_named_when_they_are_made():
         assert {*simulate(made, 2, which)} == {
             f"ranks [1] have another engine than rank 0: rank 0: Zero1, bucket_bytes=100, reduce_dtype=None; rank 1: "
             f"{other}. Give every rank the same engine"}
+
+
+def test_a_backward_by_itself_leaves_no_gradient_of_this_rank_alone():
+    engine = Zero1(nn.Linear(2, 2), FakeCommunicator(0, 2), FAST)
+    with pytest.raises(RuntimeError, match="by itself reduces nothing"):
+        engine(torch.ones(1, 2)).sum().backward()
+    assert all(p.grad is None for p in engine.model.parameters())
+
+
+def test_gradients_that_were_dropped_are_none_to_step_with():
+    engine = Zero1(nn.Linear(2, 2), FakeCommunicator(0, 2), FAST)
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.zero_grad()
+    with pytest.raises(RuntimeError, match="step without gradients"):
+        engine.step()
