@@ -143,5 +143,5 @@ def _too_large(facts):
                 f"{human(facts.device['capacity'])}", facts.line, "")
 
 
-FINDERS = (_grows, _recomputation, _others, _fragmentation, _saving, _update, _longest, _kept, _second_model,
+FINDERS = (_grows, _recomputation, _others, _longest, _saving, _update, _fragmentation, _kept, _second_model,
            _too_large)
