@@ -63,7 +63,7 @@ class Guard:
             raise ValueError(f"stacks={stacks!r}: expected \"oom\" or None")
         self.folder, self.limit, self._stacks = Path(folder), limit, stacks
         self.step, self.said, self.failures, self.last = 0, [], [], {}
-        self._log = None
+        self._log, self._by_backward = None, False
         self._failed, self._noted, self._is_told = 0, 0, False
 
     def __enter__(self) -> Self:
@@ -106,6 +106,8 @@ class Guard:
         self._meter.close()
         if not self.step and error is None and self._loop.phase != START:
             self._tell("a model ran, and no step ended in this process: no optimizer stepped, and no backward ended")
+        if self._by_backward:
+            self._tell("no optimizer of torch.optim was in sight: each backward was counted as a step")
         self._log.close("by itself" if error is None else f"by {kind.__name__}")
 
     # --- CUDA --------------------------------------------------------------------------------------------------------
@@ -151,8 +153,7 @@ class Guard:
         self.enters(self._loop.phase)
         self.step += 1
         self._write(self._line())
-        if optimizer is None and self.step == 1:
-            self._sayings.say("steps", "no optimizer of torch.optim is in sight: each backward is counted as a step")
+        self._by_backward |= optimizer is None
         self._sayings.stepped(optimizer, self.step)
         self._sayings.look(self.last, self._meter, self._batch and self._batch[1])
         self._phases, self._batch, self._calls, self._reserved = {}, None, 0, 0

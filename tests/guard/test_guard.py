@@ -105,7 +105,7 @@ def test_a_run_without_steps_or_without_an_optimizer_is_said(model, tmp_path, ca
         for _ in range(3):
             model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
     assert guard.step == 3 and guard.said == [
-        "no optimizer of torch.optim is in sight: each backward is counted as a step"]
+        "no optimizer of torch.optim was in sight: each backward was counted as a step"]
 
 
 @pytest.mark.parametrize(("arguments", "words"), [({"limit": 0}, "limit=0: expected bytes"),
