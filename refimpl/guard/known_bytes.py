@@ -53,6 +53,11 @@ class KnownBytes:
             each for each in modules if id(each) not in children and next(each.parameters(), None) is not None)
         self._modules = [weakref.ref(each) for model in self.models for each in model.modules()]
 
+    def has(self, optimizer):
+        """Tell whether the first parameter of an optimizer is one of the models'."""
+        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        return any(p is first for each in self._modules if (module := each()) for p in module._parameters.values())
+
     def tensors(self):
         """Yield (category, tensor, its parameter's or buffer's module, its name in there; for states the name of the
         state) of all that is known."""

@@ -25,7 +25,7 @@ from ..explain.phases import BETWEEN, EVALUATION, OPTIMIZER, SAVE, START, Saving
 from ..memory.storage_records import BACKWARD, FORWARD
 from .known_bytes import KnownBytes, Rarely
 
-GIVEN_UP = 3  # rounds of the other optimizers after which one that leads is taken to be gone
+GIVEN_UP = 3  # steps of another optimizer after which one that leads is taken to be gone
 
 
 class Loop:
@@ -39,10 +39,10 @@ class Loop:
         self.phase, self.known, self._listener = START, KnownBytes(), listener
         self._thread, self._installed = threading.get_ident(), ExitStack()
         self._hooks = weakref.WeakKeyDictionary()  # module -> its two handles
-        self._called, self._went_back, self._lead, self._others = False, False, None, 0
+        self._called, self._went_back, self._lead, self._others = False, False, None, weakref.WeakKeyDictionary()
         self._inside = None  # the optimizer that leads, if it has stepped inside of a backward
         self._has_closure = False  # whether an optimizer's step is under way that calls forward and backward itself
-        self._is_new, self._looking, self._kinds = True, Rarely(0.002), set()
+        self._looking, self._kinds = Rarely(0.002), set()
 
     def __enter__(self):
         self._installed.callback(register_optimizer_step_pre_hook(self._steps).remove)
@@ -75,8 +75,7 @@ class Loop:
             original(optimizer, *args, **kwargs)
             self.known.optimizers.add(optimizer)
             self._wrap_step(type(optimizer))
-            self._is_new = True
-            if not self._hooks:  # else at the end of the step: there may be one for each parameter
+            if not self.known.has(optimizer):  # there may be an optimizer for each parameter
                 self.look()
 
         Optimizer.__init__ = made
@@ -109,7 +108,6 @@ class Loop:
 
     def look(self):
         """Look for models and optimizers, and put hooks on the models that are new."""
-        self._is_new = False
         with self._looking:
             self.known.find()
             for model in self.known.models:
@@ -187,11 +185,11 @@ class Loop:
 
     def _stepped(self, optimizer, args, kwargs):
         lead = self._lead and self._lead()
-        leads = lead is None or optimizer is lead or self._others >= GIVEN_UP * len(self.known.optimizers)
+        leads = lead is None or optimizer is lead or self._others.get(optimizer, 0) >= GIVEN_UP
         if leads:
-            self._lead, self._others = weakref.ref(optimizer), 0
+            self._lead, self._others = weakref.ref(optimizer), weakref.WeakKeyDictionary()
         else:
-            self._others += 1
+            self._others[optimizer] = self._others.get(optimizer, 0) + 1
         if self._is_elsewhere():  # a parameter's own optimizer: the step ends with the backward
             self._inside = optimizer if leads else self._inside
             return
@@ -206,7 +204,7 @@ class Loop:
         if self._went_back and not self._called:
             self._go_down()
         self._called = self._went_back = False
-        if self._is_new or self._looking.due():
+        if self._looking.due():
             self.look()
 
 

@@ -154,3 +154,13 @@ def test_the_part_that_is_called_is_found_where_the_model_is_not():
     model = Whole()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert told(lambda: [step(model.part, optimizer, torch.ones(n, 3)) for n in (1, 2, 3)]).batches == [(2, 3), (3, 3)]
+
+
+def test_a_model_that_is_made_beside_others_has_a_hook_before_its_first_forward():
+    others = nn.Linear(3, 3)  # there when the loop begins
+
+    def train():
+        model = nn.Linear(3, 3)
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(4, 3))
+
+    assert told(train).batches == [(4, 3)] and others is not None
