@@ -67,11 +67,14 @@ def _others(facts):
 def _fragmentation(facts):
     if facts.missing <= 0 and facts.device["reserved"] > facts.device["allocated"]:
         helps = [settings for settings, passes in facts.settings.items() if passes]
+        if helps:
+            cure = f"PYTORCH_ALLOC_CONF={helps[0]} lets this request pass, by a replay of what the allocator recorded"
+        elif facts.settings:
+            cure = "none of the allocator's settings that were replayed lets this request pass: see below"
+        else:
+            cure = "PYTORCH_ALLOC_CONF=expandable_segments:True may keep free memory in one piece: it was not replayed"
         yield Cause("fragmentation", f"{human(facts.device['free'])} are free, the largest piece has "
-                    f"{human(facts.device['largest free'])}", facts.line,
-                    f"PYTORCH_ALLOC_CONF={helps[0]} lets this request pass, by a replay of what the allocator "
-                    "recorded" if helps else "PYTORCH_ALLOC_CONF=expandable_segments:True keeps free memory in one "
-                    "piece")
+                    f"{human(facts.device['largest free'])}", facts.line, cure)
 
 
 def _saving(facts):
