@@ -6,6 +6,6 @@ Order of reading: `guard` (the context), `loop` (where in its loop a program is)
 `oom_command` and `run_command`, `trainer_callback` and `lightning_callback`; `budget` is for CI.
 """
 
-from .guard import Guard, guard
+from .guard import Guard
 
-__all__ = ["Guard", "guard"]
+__all__ = ["Guard"]

@@ -14,6 +14,7 @@ from .live import RUNNING
 from .longest_batch import rows_and_length
 
 LARGE = 0.1  # share of what is live, or of the device: less is no cause
+LET_GO = "let it go as the step ends: keep its `.item()`, or a copy on the host"
 
 
 class Cause(NamedTuple):
@@ -24,9 +25,6 @@ class Cause(NamedTuple):
     line: str
     cure: str
     nbytes: int = 0
-
-    def __str__(self):
-        return "\n    ".join(filter(None, (self.what, self.line and f"at {self.line}", self.cure)))
 
 
 def causes(facts):
@@ -39,7 +37,7 @@ def _grows(facts):
     rate, since = facts.growth or (0, None)
     for each in grows:
         yield Cause("growth", f"grows by {each['bytes']:,} bytes a step{f' since step {since}' if since else ''}, "
-                    f"held by {each['holder']}", " and ".join(each["lines"]), each["cure"], each["bytes"])
+                    f"held by {each['holder']}", " and ".join(each["lines"]), each["cure"] or LET_GO, each["bytes"])
     if not grows and facts.growth:
         yield Cause("growth", f"grows by {rate:,} bytes a step since step {since}", "",
                     "look at what the script keeps, below")
@@ -136,8 +134,8 @@ def _second_model(facts):
         frozen = not any(id(p) in updated for p in model.parameters())
         if frozen and updated and nbytes > LARGE * sum(facts.live.ledger.values()):
             yield Cause("second model", f"{nbytes:,} bytes are a second model, {type(model).__name__}, that nothing "
-                        "updates", facts.line_of_model(model), "keep it on the host or in 16 bits, or compute what it "
-                        "is asked for beforehand", nbytes)
+                        "updates", facts.live.lines_of_models.get(model, ""), "keep it on the host or in 16 bits, or "
+                        "compute what it is asked for beforehand", nbytes)
 
 
 def _too_large(facts):

@@ -6,6 +6,7 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -14,7 +15,7 @@ from ..allocator.replaying import explain
 from ..allocator.settings import Settings
 from ..allocator.snapshot import Snapshot
 from ..memory.tracking.lines import line_of, users
-from .live import Live, line_of_frames, live
+from .live import Live, live
 from .longest_batch import LongestBatch
 
 OF_CPU = re.compile(r"(?:tried to allocate|Unable to allocate) ([\d.,]+) ?(\w+)")
@@ -56,28 +57,18 @@ class Facts:
     live: Live = field(default_factory=Live)
     settings: dict = field(default_factory=dict)
     notes: list = field(default_factory=list)
-    lines_of_models: dict = field(default_factory=dict)
 
     @property
     def missing(self):
         """Return the bytes that must go."""
         return self.request - self.device.get("free", 0)
 
-    def line_of_model(self, model):
-        """Return the line that made the first of a model's weights, "" if it is not known."""
-        return self.lines_of_models.get(id(model), "")
 
-
-def asked_in(error, threads=None):
-    """Return (line, function) of the program's that asked for too much: of an error's traceback, or of the threads."""
-    if error is not None:
-        frames = list(reversed([*traceback.walk_tb(error.__traceback__)]))
-        frames += list(traceback.walk_stack(None))
-    else:
-        frames = list(traceback.walk_stack(None))
-        if (found := users(frames)) is None:  # a thread of autograd's: the main one waits for it
-            frames = list(traceback.walk_stack(sys._current_frames()[threading.main_thread().ident]))
-    found = users(frames)
+def asked_in(error):
+    """Return (line, function) of the program's that asked for too much: of an error's traceback, or of what runs."""
+    main = sys._current_frames()[threading.main_thread().ident]  # waits for a thread of autograd's
+    raised = reversed([*traceback.walk_tb(error and error.__traceback__)])
+    found = users(chain(raised, traceback.walk_stack(sys._getframe()), traceback.walk_stack(main)))
     if found is None:
         return "", ""
     frame, number = found
@@ -92,27 +83,9 @@ def bytes_of(error):
 
 
 def fill(facts, meter, snapshot=None):
-    """Look at what is live, and at what the allocator recorded."""
+    """Look at what is live, and at what the allocator has."""
     facts.device = meter.state()
-    segments = snapshot["segments"] if snapshot else None
-    facts.live = live(facts.known, meter.device, segments)
-    if segments:
-        facts.lines_of_models = _lines_of_models(facts, segments)
-
-
-def _lines_of_models(facts, segments):
-    lines = {}
-    for segment in segments:
-        at = segment["address"]
-        for block in segment["blocks"]:
-            lines[at] = block.get("frames", ())
-            at += block["size"]
-    found = {}
-    for model in facts.known.models:
-        first = next((lines[p.untyped_storage().data_ptr()] for p in model.parameters()
-                      if p.untyped_storage().data_ptr() in lines), ())
-        found[id(model)] = str(line_of_frames(first) or "")
-    return found
+    facts.live = live(facts.known, meter.device, snapshot and snapshot["segments"])
 
 
 def replayed(facts, recording, path):

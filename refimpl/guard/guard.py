@@ -37,11 +37,6 @@ REPORTS = 10  # of failures that the program catches: later ones are counted in 
 _open = []  # the guard of this process
 
 
-def guard(folder: "str | PathLike[str]", limit: int | None = None, stacks: str | None = "oom") -> "Guard":
-    """Return a Guard that writes into `folder`; see there."""
-    return Guard(folder, limit, stacks)
-
-
 class Guard:
     """Records a run, says what goes wrong in it, and reports each request for memory that fails: a context.
 

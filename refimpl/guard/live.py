@@ -7,9 +7,9 @@ temporary of an operation, or waits in C++. On a CPU nobody knows the lines, unl
 
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
-from ..common.ledger import ACTIVATIONS, TEMPORARIES
+from ..common.ledger import ACTIVATIONS, PARAMETERS, TEMPORARIES
 from ..common.nested_tensors import dense_parts
 from ..explain.kept import Holder, Holders, tensors_there
 from ..explain.kept.names import UNSEEN
@@ -38,16 +38,18 @@ class Held:
 @dataclass
 class Live:
     """Bytes that are live. `ledger`: by category; `lines`, `modules`: rows [words, bytes, how many], and `holders`,
-    those with most first."""
+    those with most first. `lines_of_models`: {model: the line that made the first of its weights}."""
 
     ledger: dict = field(default_factory=dict)
     lines: list = field(default_factory=list)
     modules: list = field(default_factory=list)
     holders: list = field(default_factory=list)
+    lines_of_models: dict = field(default_factory=dict)
 
     def as_dict(self):
         """Return lists, dicts, texts and numbers."""
-        return asdict(self)
+        return {name: value for name, value in vars(self).items() if name != "lines_of_models"} | {
+            "holders": [vars(each) for each in self.holders]}
 
 
 @dataclass
@@ -70,8 +72,12 @@ def live(known, device, segments=None):
     sums = Counter()
     for each in there:
         sums[each.category] += each.nbytes
+    model_of, lines_of_models = {module: model for model in known.models for module in model.modules()}, {}
+    for category, storage, _, module, _ in known.storages(device):
+        if category == PARAMETERS and module in model_of and storage.data_ptr() in seen:
+            lines_of_models.setdefault(model_of[module], seen[storage.data_ptr()].line)
     return Live(dict(sums.most_common()), _table((each.line, each.nbytes) for each in there),
-                _table((each.module, each.nbytes) for each in there), _held(seen.values()))
+                _table((each.module, each.nbytes) for each in there), _held(seen.values()), lines_of_models)
 
 
 def line_of_frames(frames):

@@ -55,13 +55,9 @@ class ProcessMeter:
         self._before = now
         return {"peak": peak, "now": now}
 
-    def resident(self):
-        """Return the bytes that are resident."""
-        return self._now_and_most()[0]
-
     def state(self):
         """Return what is free and who has the rest, when a request has failed."""
-        now = self.resident()
+        now = self._now_and_most()[0]
         free = max(0, self._limits[0][0] - _of_status("VmData")[0] if self._limits else self.capacity - now)
         return {"capacity": self.capacity, "allocated": now, "reserved": now, "by others": 0, "free": free,
                 "largest free": free}
@@ -73,7 +69,7 @@ class ProcessMeter:
             import resource
 
             before = resource.getrlimit(resource.RLIMIT_DATA)
-            self._limits = (_of_status("VmData")[0] + max(0, limit - self.resident()), before[1]), before
+            self._limits = (_of_status("VmData")[0] + max(0, limit - self._now_and_most()[0]), before[1]), before
             self._set(0)
         except (ImportError, OSError, ValueError):
             self._limits = None
@@ -110,18 +106,15 @@ class CUDAMeter:
     def since_the_last(self):
         """Return the peaks since the last call, and what is there now, in bytes."""
         found = self._peaks.since_the_last([self.device])
-        return {"peak": found["allocated"], "requested": found["requested"], "reserved": found["reserved"],
-                "now": found["now"]}
+        return {"peak": found["allocated"], "reserved": found["reserved"], "now": found["now"]}
 
     lifted = nullcontext
 
-    def resident(self):
-        """Return the bytes that are allocated."""
-        return torch.cuda.memory_allocated(self.device)
-
     def largest_free(self):
-        """Return the bytes of the largest hole in the segments."""
-        return largest_hole([each for each in torch.cuda.memory_snapshot() if each["device"] == self.device])
+        """Return the bytes of the largest hole in the segments: free blocks side by side are one."""
+        segments = [each for each in torch.cuda.memory_snapshot() if each["device"] == self.device]
+        return max((block["size"] for segment in segments for block in segment["blocks"]
+                    if block["state"] == "inactive"), default=0)
 
     def state(self):
         """Return what is free and who has the rest, when a request has failed."""
@@ -132,13 +125,6 @@ class CUDAMeter:
         return {"capacity": self.capacity, "requested": requested, "allocated": allocated, "reserved": reserved,
                 "by others": total - free - reserved, "free": room + reserved - allocated,
                 "largest free": max(room, self.largest_free())}
-
-
-
-def largest_hole(segments):
-    """Return the bytes of the largest hole in an allocator's segments: free blocks side by side are one."""
-    return max((block["size"] for segment in segments for block in segment["blocks"]
-                if block["state"] == "inactive"), default=0)
 
 
 def limit_cuda(limit):

@@ -1,6 +1,7 @@
 """`refimpl oom FOLDER`: what the guards of all ranks have written: who failed first, who was fullest, what differs."""
 
 import json
+import math
 import time
 from pathlib import Path
 
@@ -117,16 +118,9 @@ def _differences(ranks):
     known = dict.fromkeys(key for line in rows.values() for key in line["known"])
     columns = {"peak": lambda line: line["peak"], "now": lambda line: line["now"],
                **{key: lambda line, key=key: line["known"].get(key, 0) for key in known},
-               "numbers in the batch": lambda line: _numbers(line["batch"])}
+               "numbers in the batch": lambda line: math.prod((line["batch"] or {}).get("shape", [0]))}
     for title, value in columns.items():
         found = {name: value(line) for name, line in rows.items()}
         most, least = max(found.values()), min(found.values())
         if most - least > APART * most:
             yield (f"in step {step}, {title}: " + ", ".join(f"{name} {n:,}" for name, n in found.items()))
-
-
-def _numbers(batch):
-    found = 1
-    for each in (batch or {}).get("shape", [0]):
-        found *= each
-    return found

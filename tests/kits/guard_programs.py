@@ -64,7 +64,7 @@ def losses(cured):
 
 
 def hook(cured):
-    with guarded(110, 150):
+    with guarded(150):
         model, outputs = nn.Sequential(nn.Embedding(VOCABULARY, 2048), nn.Linear(2048, 16),
                                        nn.Linear(16, VOCABULARY)).to(DEVICE), []
         optimizer = torch.optim.AdamW(model.parameters())
@@ -135,8 +135,8 @@ def save(cured):
 
 
 def foreach(cured):
-    with guarded(350, 400):
-        model = blocks(8, 512)
+    with guarded(725, 840):
+        model = blocks(8, 768)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=not cured)
         for _ in range(3):
             step(model, optimizer, batch(1, 8))
@@ -154,7 +154,7 @@ def data_set(cured):
 def recomputation(cured):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    with guarded(180):
+    with guarded(220):
         config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=128, intermediate_size=512, num_hidden_layers=12,
                              num_attention_heads=4, use_cache=False)
         model = LlamaForCausalLM(config).to(DEVICE)
