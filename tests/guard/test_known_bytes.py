@@ -38,6 +38,13 @@ def test_models_and_optimizers_are_found_and_not_held():
     assert not [each for each in known.models if len(each._modules) == 2 and len(list(each.parameters())) == 4]
 
 
+def test_a_parameter_that_no_module_has_is_found_with_its_gradient():
+    known, alone = KnownBytes(), torch.nn.Parameter(torch.ones(5))
+    alone.grad = torch.ones(5)
+    known.optimizers = {torch.optim.SGD([alone], lr=1)}
+    assert known.read(-1) == {"parameters": 20, "buffers": 0, "gradients": 20, "optimizer state": 0}
+
+
 def test_what_takes_long_is_done_rarely():
     rarely = Rarely(0.01)
     assert rarely.due()

@@ -120,3 +120,11 @@ def test_what_is_no_guard_s_is_refused_in_a_line(folder, tmp_path, capsys):
     for text in ('{"step": 1, "peak": null}', '{"step": "x", "peak": 1}', '{"failed": [], "at": 1}', '{"failed": 1}'):
         log.write_text(text)
         assert "has lines that no guard has written" in refused(folder, capsys)
+
+
+def test_a_rank_whose_batch_nobody_saw_has_no_numbers_in_it(tmp_path, capsys):
+    for rank, batch in enumerate((None, {"shape": [2, 3]})):
+        log = StepLog(tmp_path, rank, 2)
+        log.write({"step": 1, "peak": 3, "now": 2, "known": {}, "batch": batch})
+        log.close("by itself")
+    assert "in step 1, numbers in the batch: rank0 0, rank1 6\n" in said(tmp_path, capsys)
