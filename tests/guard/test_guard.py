@@ -50,6 +50,16 @@ def test_the_log_has_a_line_a_step_with_exact_bytes(model, tmp_path):
     assert lines(tmp_path / "rank0.steps.jsonl")[-1]["ended"] == "by itself"
 
 
+def test_what_is_known_is_read_again_only_when_its_share_of_the_time_allows(model, tmp_path):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memory.guard(tmp_path) as guard:
+        train(model, optimizer, 2)
+        guard._known._spent = float("inf")
+        train(model, optimizer, 2)
+    read = [each["known at"] for each in lines(tmp_path / "rank0.steps.jsonl") if "known at" in each]
+    assert read[0] == 1 and read[2] == read[3] == read[1] <= 2
+
+
 def test_a_leak_is_said_with_its_line_and_holder_behind_step_11(model, tmp_path, capsys):
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     with memory.guard(tmp_path) as guard:
