@@ -1,6 +1,5 @@
 """Exercises of the page *While it trains*; the data of its script, and the report where a system holds no limit."""
 
-import functools
 import json
 from pathlib import Path
 
@@ -26,9 +25,9 @@ HINTS = {
         "If no line has `failed`, look for the logs without a line that has `ended`: these were killed.",
         "Of the ranks that were killed take the one whose steps have the highest `peak`."]}
 
-ROWS, LONG, SHORT, AT = 40, 512, 20, 60  # rows of a batch; tokens of the long one, of others at most; its place
+ROWS, LONG, SHORT, AT = 32, 512, 20, 60  # rows of a batch; tokens of the long one, of others at most; its place
 STEPS = 64
-HEADS, ABOVE = 8, 192 * 2**20  # of the script's model; bytes that its run may take beside Python and libraries
+HEADS, ABOVE = 8, 240 * 2**20  # of the script's model; bytes that its run may take beside Python and libraries
 
 
 def write_rows(path):
@@ -39,10 +38,9 @@ def write_rows(path):
     torch.save([torch.randint(256, (ROWS, length + 1), generator=random) for length in lengths], path)
 
 
-@functools.cache
 def limit():
-    """Return the limit of the script's run: on a CPU it holds for Python's and the libraries' bytes, too, of which this
-    process has as many as that of a script, once it has imported the same. The first call decides."""
+    """Return the limit of a run of the script, in bytes. On a CPU it holds for Python's and the libraries' bytes, too:
+    about as many as this process has now."""
     return ABOVE + (0 if torch.cuda.is_available() else psutil.Process().memory_info().rss)
 
 
@@ -52,7 +50,7 @@ def report(folder):
     if found.exists():
         return json.loads(found.read_text())
     return {"step": AT, "phase": "forward", "request": 4 * ROWS * HEADS * LONG**2, "batch": [ROWS, LONG],
-            "line": "train.py:7: model(rows[:, :-1], rows[:, 1:]).backward()",
+            "device": {"capacity": limit()}, "line": "train.py:8: model(rows[:, :-1], rows[:, 1:]).backward()",
             "causes": [{"name": "longest batch", "what": f"the longest batch so far: {ROWS} rows of {LONG}, and the "
                         f"longest before had {SHORT}",
                         "cure": "cut longer rows, put rows of one length together and fewer of long ones, or take such "

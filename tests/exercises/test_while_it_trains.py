@@ -240,6 +240,6 @@ def test_one_batch_is_far_longer_than_those_before_it(tmp_path):
 
 
 def test_a_report_is_read_where_there_is_one(tmp_path):
-    assert page.report(tmp_path)["request"] == 4 * 40 * 8 * 512**2
+    assert page.report(tmp_path)["request"] == 4 * 32 * 8 * 512**2
     (tmp_path / "rank0.failure1.json").write_text(json.dumps({"request": 3}))
     assert page.report(tmp_path) == {"request": 3}
