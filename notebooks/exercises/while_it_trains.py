@@ -50,7 +50,7 @@ def report(folder):
     if found.exists():
         return json.loads(found.read_text())
     return {"step": AT, "phase": "forward", "request": 4 * ROWS * HEADS * LONG**2, "batch": [ROWS, LONG],
-            "device": {"capacity": limit()}, "line": "train.py:8: model(rows[:, :-1], rows[:, 1:]).backward()",
+            "device": {"capacity": limit()}, "line": "train.py:7: model(rows[:, :-1], rows[:, 1:]).backward()",
             "causes": [{"name": "longest batch", "what": f"the longest batch so far: {ROWS} rows of {LONG}, and the "
                         f"longest before had {SHORT}",
                         "cure": "cut longer rows, put rows of one length together and fewer of long ones, or take such "
