@@ -10,7 +10,7 @@ is the tracker's machinery: how it follows modules, finds lines, stays out of au
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..common.activation_bytes import (
     activation_bytes,
@@ -19,14 +19,13 @@ from ..common.activation_bytes import (
     korthikanti_bytes,
     korthikanti_terms,
 )
-from ..common.figure import plot
+from ..common.lazy import lazily
 from ..common.ledger import CATEGORIES, Ledger, beside, human
 from ..common.marks import mark
 from ..common.nested_tensors import is_dry
 from ..common.state_bytes import bytes_per_parameter, model_state_bytes
 from ..common.step_bytes import training_step_bytes, training_step_moments
 from .allocator import Reading, measure
-from .chrome import export_chrome
 from .dry_running import dry_run
 from .storage_records import Line
 from .top import Held
@@ -34,6 +33,12 @@ from .trace import Moment, Timeline, Trace, load
 from .tracker import Tracker, track
 from .workspaces import with_workspaces
 
+if TYPE_CHECKING:
+    from ..common.figure import plot
+    from .chrome import export_chrome
+
+# matplotlib takes as long to import as all of the rest
+__getattr__, __dir__ = lazily(__name__, {"..common.figure": "plot", ".chrome": "export_chrome"})
 __all__ = [
     "CATEGORIES", "Held", "Ledger", "Line", "Moment", "Reading", "Timeline", "Trace", "Tracker", "activation_bytes",
     "activation_terms", "beside", "block_terms", "bytes_per_parameter", "dry_run", "export_chrome", "guard", "human",
