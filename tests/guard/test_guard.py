@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import sys
 
@@ -89,14 +90,14 @@ def test_each_failure_that_a_script_catches_is_reported_and_the_run_goes_on(mode
             try:
                 train(model, optimizer, 1, shape=(rows, 512))
             except RuntimeError as error:
-                failed.append((rows, error.__notes__))
+                failed.append((rows, error.__notes__, int(re.search(r"allocate (\d+) bytes", str(error))[1])))
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
-    assert [rows for rows, _ in failed] == [4096, 2048] and guard.step == 2
-    for n, (_, notes) in enumerate(failed, 1):
+    assert [rows for rows, *_ in failed] == [4096, 2048] and guard.step == 2
+    for n, (_, notes, request) in enumerate(failed, 1):
         report = json.loads((tmp_path / f"rank0.failure{n}.json").read_text())
         assert len(notes) == 1 and notes[0].endswith(f"rank0.failure{n}.txt") and notes[0].startswith("refimpl guard: ")
         assert report["phase"] == "forward" and report["step"] == 2 and "cross_entropy(model(tokens)" in report["line"]
-        assert report["request"] > 0 and report["missing"] == max(0, report["request"] - report["device"]["free"])
+        assert report["request"] == request and report["missing"] == max(0, request - report["device"]["free"])
     assert len(guard.failures) == 2
 
 
