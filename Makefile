@@ -90,9 +90,12 @@ test-2.11 test-2.14: test-%:
 PHANTOM = PYTHONPATH=tests/kits:$(call QUOTED,$(CURDIR)) .venv-phantom/bin/python -m pytest $(WORKERS) -p on_phantom
 phantom-venv:
 	$(MAKE) .venv-phantom/.installed VENV=.venv-phantom CONSTRAINTS=constraints-2.14.txt OVERRIDES=overrides-phantom.txt
+# A guard's traced steps and a budget run in a mode of their own, beside none: and numbers are a mode.
+GUARDED = tests/gpu/test_guard.py tests/gpu/test_budget.py
 test-phantom: phantom-venv
 	$(PHANTOM) -m "not bytes" tests/phantom/on_device
-	NUMBERS=65536 $(PHANTOM) -m bytes tests/gpu --ignore tests/gpu/test_accumulation.py
+	NUMBERS=65536 $(PHANTOM) -m bytes tests/gpu --ignore tests/gpu/test_accumulation.py $(GUARDED:%=--ignore %)
+	$(PHANTOM) -m bytes $(GUARDED)
 	NUMBERS=262144 $(PHANTOM) -m bytes tests/gpu/test_accumulation.py tests/phantom/on_device
 # One page tells what a dispatch mode changes, one opens the tracker late, beside none: and numbers are a mode.
 PLAIN = $(wildcard notebooks/*_reading_the_meters.ipynb notebooks/*_while_it_trains.ipynb)
