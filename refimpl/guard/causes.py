@@ -63,7 +63,8 @@ def _others(facts):
 
 
 def _fragmentation(facts):
-    if facts.missing <= 0 and facts.device["reserved"] > facts.device["allocated"]:
+    device = facts.device
+    if facts.missing <= 0 and device["reserved"] > device["allocated"] and device["free"] > LARGE * device["capacity"]:
         helps = [settings for settings, passes in facts.settings.items() if passes]
         if helps:
             cure = f"PYTORCH_ALLOC_CONF={helps[0]} lets this request pass, by a replay of what the allocator recorded"
@@ -71,8 +72,8 @@ def _fragmentation(facts):
             cure = "none of the allocator's settings that were replayed lets this request pass: see below"
         else:
             cure = "PYTORCH_ALLOC_CONF=expandable_segments:True may keep free memory in one piece: it was not replayed"
-        yield Cause("fragmentation", f"{human(facts.device['free'])} are free, the largest piece has "
-                    f"{human(facts.device['largest free'])}", facts.line, cure)
+        yield Cause("fragmentation", f"{human(device['free'])} are free, the largest piece has "
+                    f"{human(device['largest free'])}", facts.line, cure)
 
 
 def _saving(facts):

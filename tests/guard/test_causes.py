@@ -25,6 +25,8 @@ def test_a_setting_is_promised_where_a_replay_passed(settings, words):
     [cause] = found("fragmentation", settings=settings)
     assert words in cause.cure and cause.line == "train.py:3" and "largest piece has 300 B" in cause.what
     assert not found("fragmentation", settings=settings, request=700)
+    nearly_full = DEVICE | {"allocated": 930, "reserved": 970, "free": 70, "largest free": 20}
+    assert not found("fragmentation", settings=settings, request=50, device=nearly_full), "the table of settings tells"
 
 
 def test_what_grows_is_said_of_the_traced_steps_or_else_of_the_series():
