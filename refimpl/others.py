@@ -6,6 +6,7 @@
     ask("loss", model, score)               a function for the place of its loss, that calls `score`
     ask("mlp", module)                      {in training: the FeedForward that it is}
     ask("attentions", block)                the modules in a block that compute attention
+    ask("attention", model)                 give(model, attention): another attention, in each of its layers
     ask("cache", value)                     whether it is a cache of keys and values
     ask("sequence", model)                  give(model, attention): attention of a sequence that is cut over ranks
     ask("transposed", layer)                whether it is a linear layer whose weight is (in, out)

@@ -15,7 +15,7 @@ import torch
 
 from .call.arguments import resolve, without_autocast
 from .call.philox import dropped, dropped_bytes, runs_of
-from .scores import places
+from .call.sequence_tiles import SequenceTiles
 
 if TYPE_CHECKING:
     from .scores import ScoreHook
@@ -100,7 +100,7 @@ def _scores(q_BHTD, k_BGSD, call, sinks_H):
 
 def _all_places(call, heads, device):
     """Return (b, h, q_idx, k_idx) of the whole matrix. Pairs of two packed sequences are masked, wherever they are."""
-    parts = [places(call, i, (0, part.band.T), (0, part.band.S), heads, device)
+    parts = [SequenceTiles(call, i, heads, device).places((0, part.band.T), (0, part.band.S))
              for i, part in enumerate(call.sequences)]
     if len(parts) == 1:
         return parts[0]

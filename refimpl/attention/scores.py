@@ -219,16 +219,6 @@ def check_tensor(name, x, shape, means, device, integers=False):
         raise ValueError(f"{name} are on {x.device}, q is on {device}: move them with .to(q.device)")
 
 
-def places(call, sequence, rows, keys, heads, device):
-    """Return (b, h, q_idx, k_idx) for hooks on a tile of sequence number `sequence`; rows and keys are (first, end),
-    heads is (B, H)."""
-    band = call.sequences[sequence].band
-    b = torch.full((1, 1, 1, 1), sequence, device=device) if call.packed else torch.arange(heads[0], device=device)
-    return (b.view(-1, 1, 1, 1), torch.arange(heads[1], device=device).view(-1, 1, 1),
-            # the last query is beside the last key
-            torch.arange(*rows, device=device)[:, None] + (band.S - band.T), torch.arange(*keys, device=device))
-
-
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> torch.Tensor:
     """Return the (heads,) slopes of ALiBi in fp32: 2^(−8h / heads) for h = 1 … heads. If heads is no power of two,
     those of the power n below it, and then every other one of 2n (Press et al. 2022, section 3, and their code)."""

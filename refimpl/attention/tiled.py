@@ -26,7 +26,7 @@ from ..common.derivatives import refuse_batched_gradients, refuse_transforms
 from .call.arguments import INSTEAD, refuse_second_derivative, resolve, without_autocast
 from .call.dry_tiles import in_tiles
 from .call.philox import dropped_bytes, runs_of
-from .call.sequence_tiles import SequenceTiles, load, store
+from .call.sequence_tiles import add, load, store
 from .call.sequences import tiles
 from .reference import AttentionBytes, resolve_shapes, wide_dtype
 from .scores import sink_gradient
@@ -58,7 +58,7 @@ def tiled_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Te
                    score=score, sinks=sinks)
     check_sizes(query_tile=query_tile, key_tile=key_tile)
     seed = call.seed if isinstance(call.seed, torch.Tensor) else None
-    out_BHTV, lse_BHT = _Tiled.apply(q_BHTD, k_BGSD, v_BGSV, sinks, seed, call, (query_tile, key_tile))
+    out_BHTV, lse_BHT = Tiled.apply(q_BHTD, k_BGSD, v_BGSV, sinks, seed, call, (query_tile, key_tile))
     return (out_BHTV, lse_BHT) if return_logsumexp else out_BHTV
 
 
@@ -69,7 +69,8 @@ def check_sizes(**sizes):
             raise ValueError(f"{name}={size!r}: expected an int of at least 1, such as 128")
 
 
-class _Tiled(torch.autograd.Function):
+class Tiled(torch.autograd.Function):
+    """Attention in tiles as one operation: the call's `parts` say which tiles there are."""
     @staticmethod
     def forward(ctx, q_BHTD, k_BGSD, v_BGSV, sinks_H, seed, call, sizes):
         out_BHTV = q_BHTD.new_empty((*q_BHTD.shape[:-1], v_BGSV.shape[-1]))
@@ -119,7 +120,7 @@ def _forward(q_BHTD, k_BGSD, v_BGSV, sinks_H, out_BHTV, lse_BHT1, call, sizes):
 
 
 def _forward_tiles(q_BHTD, k_BGSD, v_BGSV, sinks_H, out_BHTV, lse_BHT1, call, sizes, is_new):
-    for part in SequenceTiles.of(call, q_BHTD, k_BGSD):
+    for part in call.parts(q_BHTD, k_BGSD):
         q, out, lse, k, v = part.cut((q_BHTD, out_BHTV, lse_BHT1), (k_BGSD, v_BGSV))
         band = part.sequence.band
         out[:, :, : band.fully_masked].zero_()  # the loop below has no tile for them
@@ -141,8 +142,8 @@ def _forward_tile(q_BHTD, k_BGSD, v_BGSV, sinks_H, out_BHTV, lse_BHT1, part, row
         l_BGR1.fill_(1)
     for keys in spans:
         m_BGR1 = _online(q_BGRD, k_BGSD, v_BGSV, m_BGR1, l_BGR1, out_BGRV, part, rows, keys)
-    if part.call.score is not None:
-        l_BGR1.masked_fill_(l_BGR1 == 0, 1)  # a hook's mask has hidden every key: zeros, and ln 1 − ∞
+    if part.call.may_hide:
+        l_BGR1.masked_fill_(l_BGR1 == 0, 1)  # a mask has hidden every key: zeros, and ln 1 − ∞
     store(out_BHTV, rows, out_BGRV.div_(l_BGR1 * (1 - part.call.dropout_p)), G)  # one division for softmax and dropout
     store(lse_BHT1, rows, l_BGR1.log_().add_(m_BGR1), G)
 
@@ -182,7 +183,7 @@ def backward_of(q_BHTD, k_BGSD, v_BGSV, out_BHTV, lse_BHT1, d_out_BHTV, d_lse_BH
 
 def _backward_tiles(q_BHTD, k_BGSD, v_BGSV, out_BHTV, lse_BHT1, d_out_BHTV, d_lse_BHT1, dq_BHTD, dk_BGSD, dv_BGSV, call,
                     sizes, is_new):
-    for part in SequenceTiles.of(call, q_BHTD, k_BGSD):
+    for part in call.parts(q_BHTD, k_BGSD):
         by_query = (q_BHTD, out_BHTV, lse_BHT1, d_out_BHTV, dq_BHTD, *([] if d_lse_BHT1 is None else [d_lse_BHT1]))
         q, out, lse, d_out, dq, *d_lse, k, v, dk, dv = part.cut(by_query, (k_BGSD, v_BGSV, dk_BGSD, dv_BGSV))
         for rows, spans in part.tiles(sizes, is_new):
@@ -211,12 +212,11 @@ def _backward_tile(q_BHTD, k_BGSD, v_BGSV, lse_BHT1, d_out_BHTV, delta_BGR1, dq_
     G = part.heads[2]
     q_BGRD, d_out_BGRV = load(q_BHTD, rows, G).mul_(part.call.scale), load(d_out_BHTV, rows, G)
     lse_BGR1, dq_BGRD = load(lse_BHT1, rows, G), torch.zeros_like(q_BGRD)
-    if part.call.score is not None:
-        lse_BGR1.clamp_min_(torch.finfo(lse_BGR1.dtype).min)  # of a row whose keys a hook hid: −∞ − (−∞) would be NaN
+    if part.call.may_hide:
+        lse_BGR1.clamp_min_(torch.finfo(lse_BGR1.dtype).min)  # of a row whose keys are hidden: −∞ − (−∞) would be NaN
     for keys in spans:
-        own_dk, own_dv = (x[:, :, slice(*keys)] for x in (dk_BGSD, dv_BGSV))
         _gradients(q_BGRD, load(k_BGSD, keys, G), load(v_BGSV, keys, G), lse_BGR1, d_out_BGRV, delta_BGR1, dq_BGRD,
-                   own_dk, own_dv, part, rows, keys)
+                   dk_BGSD, dv_BGSV, part, rows, keys)
     store(dq_BHTD, rows, dq_BGRD.mul_(part.call.scale), G)
 
 
@@ -231,14 +231,14 @@ def _gradients(q_BGRD, k_BGSD, v_BGSV, lse_BGR1, d_out_BGRV, delta_BGR1, dq_BGRD
     part.fill_masked(p_BGRS.sub_(lse_BGR1).exp_(), rows, keys, 0)
     dp_BGRS = d_out_BGRV @ v_BGSV.mT
     if dropped_BGRS is None:
-        dv_BGSV += p_BGRS.mT @ d_out_BGRV
+        add(dv_BGSV, keys, p_BGRS.mT @ d_out_BGRV)
     else:  # O = (Z ∘ P) V / (1 − p): dropped weights give nothing, the others are scaled up
-        dv_BGSV += (p_BGRS.masked_fill(dropped_BGRS, 0).mT @ d_out_BGRV).mul_(dropout_scale)
+        add(dv_BGSV, keys, (p_BGRS.masked_fill(dropped_BGRS, 0).mT @ d_out_BGRV).mul_(dropout_scale))
         dp_BGRS.masked_fill_(dropped_BGRS, 0).mul_(dropout_scale)
     ds_BGRS = dp_BGRS.sub_(delta_BGR1).mul_(p_BGRS)
     if hook is not None:
         ds_BGRS.mul_(slope_BGRS)
-    dk_BGSD += ds_BGRS.mT @ q_BGRD  # over all rows: the heads of a group are summed here
+    add(dk_BGSD, keys, ds_BGRS.mT @ q_BGRD)  # over all rows: the heads of a group are summed here
     dq_BGRD += ds_BGRS @ k_BGSD
 
 

@@ -22,7 +22,8 @@ from ..others import register
 ANSWERS = {  # {file: {question: function}}
     "decoder_anatomy": {"blocks": "anatomy_of"},
     "lm_head": {"head": "head_of", "between": "changed", "loss": "loss_by"},
-    "mlp": {"mlp": "read"}, "attention_layers": {"attentions": "attentions_of", "cache": "is_cache"},
+    "mlp": {"mlp": "read"},
+    "attention_layers": {"attentions": "attentions_of", "attention": "attention_of", "cache": "is_cache"},
     "sequence_parts": {"sequence": "sequence_of"},
     "linear_layers": {"transposed": "is_transposed", "adapted": "adapted"},
     "plans": {"plan": "plan_of"}, "changes": {"changes": "changes_of", "hooks": "hooks_of"},

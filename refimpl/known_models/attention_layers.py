@@ -9,6 +9,10 @@ import itertools
 
 NAMES = (f"refimpl_attention_{number}" for number in itertools.count())
 ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward", "ALL_ATTENTION_FUNCTIONS"}
+KNOWN = ("position_ids", "cache_position", "use_cache", "output_attentions", "num_items_in_batch", "is_causal",
+         "position_embeddings", "return_dict", "labels", "shift_labels")  # that say nothing of attention
+MASKED = ("an attention_mask beside a mask of blocks: expected none; pad at the end of rows, with targets −100 (causal "
+          "attention of other tokens does not see paddings)")
 PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}  # beside a softmax: an attention that is written out
 
 
@@ -54,6 +58,62 @@ def use_attention(model, function):
     AttentionInterface.register(name, function)
     model.set_attn_implementation(name)
     return name, before
+
+
+def attend_by(model, attention, masked):
+    """Let a model of transformers attend by `attention(q, k, v, *, causal, scale, dropout_p, window, softcap, sinks)`.
+    `masked`: what is said where it gives its attention a mask, too. ValueError for a model that takes no other one."""
+    name, before = use_attention(model, _as_in_registry(attention, masked))
+    if model.config._attn_implementation != name:
+        model.set_attn_implementation(before)  # parts of it may have taken the new one
+        raise ValueError(f"{type(model).__name__} takes no other attention (AttentionInterface), so it cannot be given "
+                         "one from outside")
+
+
+def _as_in_registry(attention, masked):
+    def attend(module, query, key, value, attention_mask=None, *, dropout=0.0, scaling=None, sliding_window=None,
+               softcap=None, s_aux=None, **others):
+        """Return (out (B, T, H, D), None), as the registry's functions do."""
+        if attention_mask is not None:
+            raise ValueError(masked)
+        unknown = [name for name, given in others.items() if not (given is None or given is False or name in KNOWN)]
+        if unknown:
+            raise ValueError(f"{type(module).__name__} gives its attention {unknown[0]}: what that does here is not "
+                             "known; expected scaling, sliding_window, softcap, s_aux and is_causal alone")
+        causal = others.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        window = None if sliding_window is None else sliding_window - 1  # theirs counts the token itself
+        out = attention(query, key, value, causal=causal, scale=scaling, dropout_p=dropout, window=window,
+                        softcap=softcap, sinks=s_aux)
+        return out.transpose(1, 2).contiguous(), None
+
+    return attend
+
+
+def attention_of(model):
+    """Return give(model, attention), for a model of transformers: it attends by `attention` of `attend_by` to all
+    tokens of a call. None for another model."""
+    if getattr(getattr(model, "config", None), "_attn_implementation", None) is None:
+        return None
+    return _give
+
+
+def _give(model, attention):
+    attend_by(model, attention, MASKED)
+    model.register_forward_pre_hook(_whole, with_kwargs=True)
+    return model
+
+
+def _whole(model, args, kwargs):
+    """Take what is no whole sequence without paddings for an error; a mask that hides nothing is left out."""
+    mask = kwargs.get("attention_mask")
+    if mask is not None and (mask.dim() != 2 or not mask.bool().all()):
+        raise ValueError(MASKED)
+    for name in ("past_key_values", "use_cache"):
+        if kwargs.get(name):
+            raise ValueError(f"{name} with a mask of blocks: expected none, since it says what each token of a whole "
+                             "sequence sees")
+    return args, {**{name: x for name, x in kwargs.items() if name != "attention_mask"}, "use_cache": False}
 
 
 def is_cache(value):

@@ -3,10 +3,7 @@
 from torch import nn
 
 from ..context.inner_attention import options_of
-from .attention_layers import use_attention
-
-KNOWN = ("position_ids", "cache_position", "use_cache", "output_attentions", "num_items_in_batch", "is_causal",
-         "position_embeddings", "return_dict", "labels", "shift_labels")  # that say nothing of attention
+from .attention_layers import attend_by
 
 LAYERS = ("full_attention", "sliding_attention")
 MASKED = ("attention_mask of a part of a sequence: expected none; pad at the end of rows, with targets −100 (causal "
@@ -18,11 +15,7 @@ def give_attention(model, attention):
 
     ValueError for a model that cannot be given one.
     """
-    name, before = use_attention(model, _function(attention))
-    if model.config._attn_implementation != name:
-        model.set_attn_implementation(before)  # parts of it may have taken the new one
-        raise ValueError(f"{type(model).__name__} takes no other attention (AttentionInterface), so it cannot be given "
-                         "one from outside")
+    attend_by(model, _of_parts(attention), MASKED)
     model.register_forward_pre_hook(_positions(attention), with_kwargs=True)
     return model
 
@@ -51,30 +44,17 @@ def sequence_of(model):
     return give_attention
 
 
-def _function(attention):
-    def attend(module, query, key, value, attention_mask=None, *, dropout=0.0, scaling=None, sliding_window=None,
-               softcap=None, s_aux=None, **others):
-        """Return (out (B, T, H, D), None), as the registry's functions do."""
-        if attention_mask is not None:
-            raise ValueError(MASKED)
-        unknown = [name for name, given in others.items() if not (given is None or given is False or name in KNOWN)]
-        if unknown:
-            raise ValueError(f"{type(module).__name__} gives its attention {unknown[0]}: what that does to a split "
-                             "sequence is not known; expected scaling, sliding_window, softcap, s_aux and is_causal "
-                             "alone")
-        causal = others.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        if scaling is not None and scaling != query.shape[-1] ** -0.5:
-            query = query * (scaling * query.shape[-1] ** 0.5)  # the attention itself multiplies by 1/√D
+def _of_parts(attention):
+    def attend(query, key, value, *, causal, scale, dropout_p, window, softcap, sinks):
+        if scale is not None and scale != query.shape[-1] ** -0.5:
+            query = query * (scale * query.shape[-1] ** 0.5)  # the attention itself multiplies by 1/√D
         length = query.shape[2] * attention.comm.world_size
-        windowed = sliding_window is not None and sliding_window < length
-        options = {"window": sliding_window - 1} if windowed else {}  # theirs counts the token itself
+        options = {"window": window} if window is not None and window + 1 < length else {}
         if softcap is not None:
             options["softcap"] = softcap
-        if s_aux is not None:
-            options["sinks"] = s_aux
-        out = attention(query, key, value, causal=causal, dropout_p=dropout, **options)
-        return out.transpose(1, 2).contiguous(), None
+        if sinks is not None:
+            options["sinks"] = sinks
+        return attention(query, key, value, causal=causal, dropout_p=dropout_p, **options)
 
     return attend
 

@@ -10,6 +10,7 @@ hardened version. A file needs nothing but torch, and is read alone. In the orde
     cross_entropy           Hsu et al. 2024, section 3.2        R·V for 3·N·V numbers of logits
     flash_attention         Dao et al. 2022, 2023              O and L, T·D, for weights, T²
     flash_attention_triton  Dao 2023, algorithm 1              the same, and no tile leaves the chip
+    block_sparse            Beltagy et al. 2020                the FLOPs of listed blocks, T·w, for T²
     collectives             Patarasuk & Yuan 2009              2(N−1)/N · B on the wire
     zero                    Rajbhandari et al. 2020            16Ψ/N for 16Ψ
     quantized_zero          Wang et al. 2023 (ZeRO++)          1 + 4/b for 4 bytes a number on the wire

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..scores import ScoreHook, check_tensor, hook_of
+from .sequence_tiles import SequenceTiles
 from .sequences import (
     Band,
     Sequence,
@@ -36,6 +37,12 @@ class AttentionCall(NamedTuple):
     sequences: tuple  # of Sequence; one that holds everything unless cu_seqlens says otherwise
     score: ScoreHook | None = None
     packed: bool = False
+    may_hide = property(lambda self: self.score is not None)  # whether a query that has tiles may see no key
+
+    def parts(self, q_BHTD, k_BGSD):
+        """List what is computed one after the other: the tiles of each sequence."""
+        heads = (*q_BHTD.shape[:2], k_BGSD.shape[1])
+        return [SequenceTiles(self, index, heads, q_BHTD.device) for index in range(len(self.sequences))]
 
     def with_seed(self, seed):
         """Return the call with another seed. Not by `_replace`: under torch.compile of PyTorch 2.11 what that returns

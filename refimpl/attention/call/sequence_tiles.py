@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..scores import places
 from .philox import dropped, runs_of
 from .sequences import tiles
 
@@ -18,12 +17,6 @@ class SequenceTiles(NamedTuple):
     index: int
     heads: tuple  # (B, H, G)
     device: torch.device
-
-    @classmethod
-    def of(cls, call, q_BHTD, k_BGSD):
-        """Return the parts of a call."""
-        heads = (*q_BHTD.shape[:2], k_BGSD.shape[1])
-        return [cls(call, index, heads, q_BHTD.device) for index in range(len(call.sequences))]
 
     @property
     def sequence(self):
@@ -52,15 +45,20 @@ class SequenceTiles(NamedTuple):
             tile_BGRS.unflatten(2, (-1, len(mask_TS))).masked_fill_(mask_TS, value)
         return tile_BGRS
 
+    def places(self, rows, keys):
+        """Return (b, h, q_idx, k_idx) of a tile, for hooks: of a query the position of the key beside it."""
+        batch = (self.index, self.index + 1) if self.call.packed else (0, self.heads[0])
+        b, h, i, j = (torch.arange(*each, device=self.device) for each in (batch, (0, self.heads[1]), rows, keys))
+        return b.view(-1, 1, 1, 1), h.view(-1, 1, 1), i[:, None] + (self.sequence.band.S - self.sequence.band.T), j
+
     def by_hook(self, function, s_BGRS, rows, keys):
         """Return `function` of the scores of a tile, a hook's forward or derivative; (B, G, H/G · rows, keys).
 
         The caller writes to it. It is no view by `expand`, even of one shape to the same: torch.compile turns a write
         to that into base + (new − base), which is NaN where the base is −∞.
         """
-        (B, H, _), columns = self.heads, s_BGRS.shape[-1]
-        s_BHTS = s_BGRS.view(B, H, -1, columns)
-        found = function(s_BHTS, *places(self.call, self.index, rows, keys, (B, H), self.device))
+        s_BHTS = s_BGRS.view(*self.heads[:2], -1, s_BGRS.shape[-1])
+        found = function(s_BHTS, *self.places(rows, keys))
         if not isinstance(found, torch.Tensor):
             return found
         return (found if found.shape == s_BHTS.shape else found.expand_as(s_BHTS).contiguous()).reshape(s_BGRS.shape)
@@ -77,13 +75,23 @@ class SequenceTiles(NamedTuple):
 
 
 def load(x_BHTD, span, groups):
-    """Copy the rows `span` = (first, end) into a contiguous tile of wide dtype, (B, G, H/G · rows, D).
+    """Copy the rows `span` = (first, end), or several, into a contiguous tile of wide dtype, (B, G, H/G · rows, D).
 
     The heads of a group become rows of one matrix. A kernel would load such a tile into on-chip memory.
     """
-    tile, wide = x_BHTD[:, :, slice(*span)].unflatten(1, (groups, -1)), torch.promote_types(x_BHTD.dtype, torch.float32)
+    wide = torch.promote_types(x_BHTD.dtype, torch.float32)
+    if isinstance(span[0], tuple):  # of keys: a group has one head
+        return torch.cat([x_BHTD[:, :, slice(*each)] for each in span], dim=2).to(wide)
+    tile = x_BHTD[:, :, slice(*span)].unflatten(1, (groups, -1))
     # a copy even of fp32: the caller scales it in place
     return tile.to(wide, memory_format=torch.contiguous_format, copy=True).flatten(2, 3)
+
+
+def add(x_BGSD, span, tile_BGSD):
+    """Add a tile to the rows `span`, or to several spans one after the other."""
+    spans = span if isinstance(span[0], tuple) else [span]
+    for each, part in zip(spans, tile_BGSD.split([end - first for first, end in spans], dim=2), strict=True):
+        x_BGSD[:, :, slice(*each)].add_(part)
 
 
 def store(x_BHTD, span, tile_BGRD, groups):
