@@ -14,29 +14,32 @@ from .tiled import backward_of, tiled_attention
 
 
 def _forward_by(attention):
-    def forward(q_BHTD, k_BGSD, v_BGSD, *, causal=False, scale=None):
-        return attention(q_BHTD, k_BGSD, v_BGSD, causal=causal, scale=scale, return_logsumexp=True)
+    def forward(q_BHTD, k_BGSD, v_BGSD, *, causal=False, scale=None, window=None):
+        return attention(q_BHTD, k_BGSD, v_BGSD, causal=causal, scale=scale, window=window, return_logsumexp=True)
 
     return forward
 
 
-def _tiled_backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, *, causal=False, scale=None):
+def _tiled_backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, *, causal=False, scale=None,
+                    window=None):
     check_outputs(d_out_BHTD, out_BHTD, q_BHTD, v_BGSD)
-    call = resolve(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=None, scale=scale, dropout_p=0.0, seed=None,
+    call = resolve(q_BHTD, k_BGSD, v_BGSD, causal=causal, window=window, scale=scale, dropout_p=0.0, seed=None,
                    cu_seqlens=None, cu_seqlens_k=None)
     with without_autocast(q_BHTD.device):
         # the whole softmax's lse, not that of these keys
         return backward_of(q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT.unsqueeze(-1), d_out_BHTD, None, call, (128, 128))
 
 
-def _flash_backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, *, causal=False, scale=None):
+def _flash_backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, *, causal=False, scale=None,
+                    window=None):
     if not kernels_run_on(q_BHTD.device) or q_BHTD.dtype not in KERNEL_DTYPES:
-        return _tiled_backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, causal=causal, scale=scale)
+        return _tiled_backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, out_BHTD, lse_BHT, causal=causal, scale=scale,
+                               window=window)
     check_outputs(d_out_BHTD, out_BHTD, q_BHTD, v_BGSD)
     scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
     # kernels count in base 2
     delta_BHT, lse2_BHT = attention_delta(out_BHTD, d_out_BHTD, None), (lse_BHT / math.log(2)).contiguous()
-    return attention_backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, lse2_BHT, delta_BHT, scale, causal, None, 0.0, None,
+    return attention_backward(d_out_BHTD, q_BHTD, k_BGSD, v_BGSD, lse2_BHT, delta_BHT, scale, causal, window, 0.0, None,
                               None, None, 0, 0)
 
 

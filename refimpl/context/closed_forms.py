@@ -23,12 +23,15 @@ METHODS = ("ring", "gathered", "ulysses")
 QUADRATIC = ("causal mask", "softmax output", "softmax dropout mask", "softmax dropout output")  # of `block_terms`
 
 
-def attention_traffic(method, batch, tokens, heads, kv_heads, head_dim, world_size, dtype=torch.float32):
+def attention_traffic(method, batch, tokens, heads, kv_heads, head_dim, world_size, dtype=torch.float32, window=None):
     """Return (forward, backward): the Traffic of one attention on each rank, which has `tokens` of the sequence.
-    ValueError for an unknown method, and for Ulysses if N does not divide the heads."""
+    `window`: of a ring. ValueError for an unknown method, and for Ulysses if N does not divide the heads."""
     _check(method)
     N, e, wide = world_size, dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
     K = 2 * batch * kv_heads * tokens * head_dim
+    if method == "ring" and window is not None:
+        sent = 2 * batch * kv_heads * head_dim * min(window, (N - 1) * tokens)
+        return Traffic(send=e * sent), Traffic(send=(e + wide) * sent)
     if method == "ring":
         return Traffic(send=(N - 1) * e * K), Traffic(send=(N - 1) * e * K + (N > 1) * N * wide * K)
     if method == "gathered":

@@ -15,6 +15,7 @@ from ..common.marks import mark
 from ..common.nested_tensors import is_dry
 from .blockwise_pair import dense_pair
 from .inner_attention import check_dropout, check_shapes, compact
+from .neighbours import window_attention
 from .token_order import check_order
 
 if TYPE_CHECKING:
@@ -32,25 +33,32 @@ def ring_attention(q_BHTD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.Ten
 
     - `causal`, `order`: which tokens are before which; see `token_order`. In zig-zag order T is even.
     - `attention`: an `AttentionPair`. The default has the T × T matrix of a block in memory.
+    - `window`: a token sees so many before it. Then only neighbours send, and `window` tokens alone; see `neighbours`.
 
     Autograd keeps q, k, v, the output and a logsumexp for each row, of this rank's tokens alone. A rank sends N−1 times
     the bytes of k and v in forward, and in backward; there also N times those of their gradients (fp32 or wider).
 
     Every rank calls it with as many rows and tokens: one with others is named, as it is for other collectives.
-    ValueError for `window`, `cu_seqlens`, `softcap` and `sinks`, dropout, and an odd T in zig-zag order. Liu et al.
-    2023, section 3.
+    ValueError for `cu_seqlens`, `softcap` and `sinks`, dropout, a window that is not causal or not in plain order, and
+    an odd T in zig-zag order. Liu et al. 2023, section 3.
     """
     if softcap is not None or sinks is not None:
         what = f"softcap={softcap!r}" if softcap is not None else "sinks"
         raise ValueError(f"{what} in ring attention: its pair of functions knows no such option; use "
                          "gathered_attention or ulysses_attention")
-    if window is not None or cu_seqlens is not None:
-        what = f"window={window!r}" if window is not None else "cu_seqlens, packed sequences,"
-        raise ValueError(f"{what} in ring attention: a rank has one block of keys at a time, and of a pair of blocks "
-                         "it knows only whether one is before the other; use gathered_attention or ulysses_attention")
+    if cu_seqlens is not None:
+        raise ValueError("cu_seqlens, packed sequences, in ring attention: a rank has one block of keys at a time, and "
+                         "of a pair of blocks it knows only whether one is before the other; use gathered_attention or "
+                         "ulysses_attention")
     check_shapes(q_BHTD, k_BGTD, v_BGTD)
     check_dropout(dropout_p)
     check_order(order)
+    if window is not None:
+        if not causal or order != "plain":
+            raise ValueError(f"window={window!r} in ring attention with causal={causal} and order={order!r}: expected "
+                             "causal=True and order='plain', in which the keys that a rank sees are its neighbours'; "
+                             "use gathered_attention or ulysses_attention")
+        return window_attention(q_BHTD, k_BGTD, v_BGTD, comm, attention, window, scale)
     if order == "zig-zag" and q_BHTD.shape[2] % 2:
         raise ValueError(f"{q_BHTD.shape[2]} tokens on a rank in zig-zag order: expected an even number, two chunks")
     return _Ring.apply(q_BHTD, k_BGTD, v_BGTD, comm, attention, {"causal": causal, "scale": scale}, order)

@@ -22,9 +22,9 @@ def prove_context(model, attention, give):
         toy.attention_of_parts, toy.shifts = own, toy.get_output_embeddings() is not None and shifts(toy)
         return give(toy, own)
 
-    # A ring refuses a window that is shorter than the sequence when it meets one, and a real sequence may be shorter.
+    # A ring that is not plain refuses a window shorter than the sequence when it meets one; a real one may be shorter.
     question = ("context", attention.method, attention.order, attention.attention)
-    prove(model, question, cut, run=_run, whole_windows=attention.method == "ring")
+    prove(model, question, cut, run=_run, whole_windows=attention.method == "ring" and attention.order != "plain")
 
 
 def _run(toy, comm, tokens):

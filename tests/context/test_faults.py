@@ -191,18 +191,19 @@ def with_a_window():
     return model, tokens_of(model, 1, 8)
 
 
-@pytest.mark.parametrize("method", ["gathered", "ulysses"])
+@pytest.mark.parametrize("method", ["gathered", "ulysses", "ring"])
 @on_ranks(2)
-def test_a_window_of_mistral_gathered_and_by_ulysses(comm, method):
+def test_a_window_of_mistral_by_each_method(comm, method):
     model, tokens = with_a_window()
-    attention = SequenceParallelAttention(comm, method, attention=reference_attention)
+    options = {"order": "plain"} if method == "ring" else {"attention": reference_attention}
+    attention = SequenceParallelAttention(comm, method, **options)
     with torch.no_grad():
         expected = model(input_ids=tokens).logits
         found = attention.gather(context_parallel(model, attention)(input_ids=attention.shard(tokens)).logits)
     assert (found - expected).abs().max() <= 1e-12
 
 
-def test_a_window_of_mistral_is_refused_by_a_ring():
+def test_a_window_of_mistral_is_refused_by_a_ring_in_zig_zag_order():
     model, tokens = with_a_window()
     context_parallel(model, split())
     with pytest.raises(ValueError, match="window=4 in ring attention"):
