@@ -39,7 +39,7 @@ def softmax_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.
     return (weights_BGRS @ v_BGSD).reshape(B, H, T, D)
 
 
-def _bind(attention, dropout):
+def bind(attention, dropout):
     """Return `causal` and `dropout_p` as options of `attention`, as far as it has them."""
     if attention is F.scaled_dot_product_attention:  # a builtin, which has no signature
         return {"is_causal": True, "dropout_p": dropout, "enable_gqa": True}
@@ -76,7 +76,7 @@ class Attention(nn.Module):
     def set_attention(self, attention: Callable[..., torch.Tensor]) -> None:
         """Use another attention function from now on."""
         self._modules.pop("attention", None)  # an attention may be a module, and the next one none
-        self.attention, self.options = attention, _bind(attention, self.config.dropout)
+        self.attention, self.options = attention, bind(attention, self.config.dropout)
 
     def forward(self, x_BTC: torch.Tensor, rotation: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
         """Map x (B, T, C) to (B, T, C). `rotation`: what `GPT.rotation` returns for x's positions."""

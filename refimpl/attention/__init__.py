@@ -22,7 +22,7 @@ from .tiled import tiled_attention, tiled_attention_bytes
 
 if TYPE_CHECKING:
     from ..common.attention_pair import AttentionPair
-    from .block import FlashTransformerBlock, flash_block_terms
+    from .block import EnhancedTransformerBlock, FlashTransformerBlock, flash_block_terms
     from .block_sparse import block_sparse_attention, block_sparse_attention_bytes, block_sparse_attention_flops
     from .forward_backward_pair import flash_pair, tiled_pair
     from .kernel_traffic import flash_attention_traffic
@@ -30,17 +30,19 @@ if TYPE_CHECKING:
     from .sparse_models import MaskedAttention, OptimizedSparseAttention, sparse
 
 __getattr__, __dir__ = lazily(__name__, {
-    "..common.attention_pair": "AttentionPair", ".block": "FlashTransformerBlock flash_block_terms",
+    "..common.attention_pair": "AttentionPair",
+    ".block": "EnhancedTransformerBlock FlashTransformerBlock flash_block_terms",
     ".forward_backward_pair": "flash_pair tiled_pair", ".kernel_traffic": "flash_attention_traffic",
     ".block_sparse": "block_sparse_attention block_sparse_attention_bytes block_sparse_attention_flops",
     ".masks": "BlockMask bigbird_mask causal_mask documents_mask longformer_mask prefix_mask",
     ".sparse_models": "MaskedAttention OptimizedSparseAttention sparse"})
 __all__ = [
-    "Alibi", "AttentionBytes", "AttentionFlops", "AttentionPair", "BlockMask", "Documents", "FlashTransformerBlock",
-    "MaskedAttention", "OptimizedSparseAttention", "PrefixLM", "ScoreHook", "Softcap", "alibi_slopes",
-    "attention_flops", "bigbird_mask", "block_sparse_attention", "block_sparse_attention_bytes",
-    "block_sparse_attention_flops", "causal_mask", "documents_mask", "flash_attention", "flash_attention_bytes",
-    "flash_attention_traffic", "flash_block_terms", "flash_pair", "longformer_mask", "memory_efficient_attention",
-    "memory_efficient_attention_bytes", "prefix_mask", "reference_attention", "reference_attention_bytes", "sparse",
-    "tiled_attention", "tiled_attention_bytes", "tiled_pair",
+    "Alibi", "AttentionBytes", "AttentionFlops", "AttentionPair", "BlockMask", "Documents",
+    "EnhancedTransformerBlock", "FlashTransformerBlock", "MaskedAttention", "OptimizedSparseAttention", "PrefixLM",
+    "ScoreHook", "Softcap", "alibi_slopes", "attention_flops", "bigbird_mask", "block_sparse_attention",
+    "block_sparse_attention_bytes", "block_sparse_attention_flops", "causal_mask", "documents_mask",
+    "flash_attention", "flash_attention_bytes", "flash_attention_traffic", "flash_block_terms", "flash_pair",
+    "longformer_mask", "memory_efficient_attention", "memory_efficient_attention_bytes", "prefix_mask",
+    "reference_attention", "reference_attention_bytes", "sparse", "tiled_attention", "tiled_attention_bytes",
+    "tiled_pair",
 ]

@@ -7,13 +7,14 @@
 instead: the bytes of a layer are linear in the sequence.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..common.activation_bytes import block_terms
-from ..model import MLP, GPTConfig, built_in, norm_of
+from ..model import MLP, GPTConfig, bind, built_in, norm_of
 from ..rotary import rotate, rotation_table
 from .call.arguments import check_cu_seqlens
 from .flash import flash_attention
@@ -29,15 +30,18 @@ class FlashTransformerBlock(nn.Module):
     - `window`: a token sees that many tokens before it, besides itself; by default all.
     - `rotary`: rotary positions, for sequences up to that length; by default none (the model adds its own).
     - `dropout`: of attention weights and of the output of both branches, while training.
+    - `attention`: by default `flash_attention`; another function of (q, k, v), which gets `causal` and `dropout_p` if
+      it has these options: `MaskedAttention(mask, causal=True)`, PyTorch's scaled_dot_product_attention, one of yours.
     - `options`: others of `GPTConfig` that concern a layer: norm, norm_eps, activation, bias, qkv_bias, head_dim,
       rotary_fraction, rotary_base.
 
     Its parts have the names of those in `refimpl.model`'s block. Raises TypeError for other options, and ValueError as
-    `GPTConfig` does.
+    `GPTConfig` does, for a window or dropout that `attention` does not have, and for packed sequences by another one.
     """
 
     def __init__(self, hidden: int, heads: int, *, kv_heads: int | None = None, mlp_hidden: int | None = None,
-                 window: int | None = None, rotary: Any = None, dropout: float = 0.0, dtype: torch.dtype | None = None,
+                 window: int | None = None, rotary: Any = None, dropout: float = 0.0,
+                 attention: Callable[..., torch.Tensor] | None = None, dtype: torch.dtype | None = None,
                  device: torch.device | str | None = None, **options: Any) -> None:
         super().__init__()
         if unknown := set(options) - OPTIONS:
@@ -48,7 +52,7 @@ class FlashTransformerBlock(nn.Module):
             layers=1, context_length=1 if rotary is None else rotary,
             positions="learned" if rotary is None else "rotary", **options)
         with built_in(dtype, device):
-            self.norm1, self.attention = norm_of(config), FlashSelfAttention(config, window)
+            self.norm1, self.attention = norm_of(config), FlashSelfAttention(config, window, attention)
             self.norm2, self.mlp, self.dropout = norm_of(config), MLP(config), nn.Dropout(dropout)
 
     def forward(self, x_BTC: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
@@ -58,13 +62,28 @@ class FlashTransformerBlock(nn.Module):
         return x_BTC + self.dropout(self.mlp(self.norm2(x_BTC)))
 
 
+class EnhancedTransformerBlock(FlashTransformerBlock):
+    """A FlashTransformerBlock that hands on its last branch and the residual apart: (branch, residual), whose sum is
+    what the plain block returns. The next norm can add them as it reads them. Takes what the plain block takes."""
+
+    def forward(self, x_BTC: torch.Tensor,
+                cu_seqlens: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Apply the layer; returns (branch, residual)."""
+        x_BTC = x_BTC + self.dropout(self.attention(self.norm1(x_BTC), cu_seqlens))
+        return self.dropout(self.mlp(self.norm2(x_BTC))), x_BTC
+
+
 class FlashSelfAttention(nn.Module):
     """The attention of a `FlashTransformerBlock`: one matrix for q, k and v, `flash_attention`, one matrix out."""
 
-    def __init__(self, config, window):
+    def __init__(self, config, window, attention=None):
         super().__init__()
+        if attention is not None and window is not None:
+            raise ValueError(f"window={window} with attention={attention!r}: expected one of the two; the attention "
+                             "has a mask of its own")
         # an attribute, as the model's: others may replace it
-        self.config, self.window, self.attention = config, window, flash_attention
+        self.config, self.window, self.attention = config, window, attention or flash_attention
+        self.options = None if attention is None else bind(attention, config.dropout)
         self.qkv = nn.Linear(config.hidden, config.q_hidden + 2 * config.kv_hidden, bias=config.has_qkv_bias)
         self.out = nn.Linear(config.q_hidden, config.hidden, bias=config.bias)
         if config.positions == "rotary":
@@ -81,8 +100,16 @@ class FlashSelfAttention(nn.Module):
             rotation = [table[positions].to(x_BTC.dtype) for table in (self.cos, self.sin)]
             q_BHTD, k_BGTD = (rotate(x, *rotation).to(v_BGTD.dtype) for x in (q_BHTD, k_BGTD))  # fp32 under autocast
             v_BGTD = v_BGTD.clone()  # else autograd saves a view, and with it the whole of qkv before the rotation
-        out_BHTD = self.attention(q_BHTD, k_BGTD, v_BGTD, causal=True, window=self.window, cu_seqlens=cu_seqlens,
-                                  dropout_p=c.dropout if self.training else 0.0)
+        if self.options is None:
+            options = {"causal": True, "window": self.window, "cu_seqlens": cu_seqlens, "dropout_p": c.dropout}
+        elif cu_seqlens is not None:
+            raise ValueError(f"cu_seqlens with attention={self.attention!r}: expected none; packed sequences are for "
+                             "flash_attention, or documents_mask has them")
+        else:
+            options = self.options
+        if c.dropout and not self.training:
+            options = options | {"dropout_p": 0.0}
+        out_BHTD = self.attention(q_BHTD, k_BGTD, v_BGTD, **options)
         return self.out(out_BHTD.transpose(1, 2).reshape(B, T, c.q_hidden))
 
 

@@ -1,8 +1,8 @@
 """Splitting the sequence, for one that is longer than a device: each rank has all weights, and a part of the tokens.
 
 Order of reading: `papers/ring_attention` (the idea in one screen), `token_order` (who has which tokens),
-`blockwise_pair` and `ring`, `neighbours` (a window), `gathered`, `ulysses` (three ways to attend to all of them), `context` (a model, from
-outside), `closed_forms` (bytes, traffic).
+`blockwise_pair` and `ring`, `gathered`, `ulysses` (three ways to attend to all of them), `neighbours` (a window over a
+ring), `context` (a model, from outside), `closed_forms` (bytes, traffic).
 """
 
 from ..common.attention_pair import AttentionPair

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from refimpl import memory
-from refimpl.attention import FlashTransformerBlock, flash_block_terms, reference_attention
+from refimpl.attention import (
+    EnhancedTransformerBlock,
+    FlashTransformerBlock,
+    MaskedAttention,
+    causal_mask,
+    flash_block_terms,
+    longformer_mask,
+    reference_attention,
+)
 from refimpl.attention.block import FlashSelfAttention
 from refimpl.checkpointing import checkpoint
 from refimpl.model import Block, rotation_table
@@ -41,6 +49,37 @@ def test_packed_sequences_are_as_each_alone(kind, cu_seqlens):
     alone = [block(part) for part in (x[:, :9], x[:, 9:])]
     torch.testing.assert_close(block(x, cu_seqlens), torch.cat(alone, dim=1))
     assert not torch.allclose(block(x)[:, 9:], alone[1], atol=1e-3)
+
+
+@pytest.mark.parametrize("attention", [
+    MaskedAttention(lambda T: causal_mask(T, block=32)),
+    MaskedAttention(lambda T: longformer_mask(T, 99, block=32), causal=True),
+    torch.nn.functional.scaled_dot_product_attention], ids=["blocks", "blocks and causal", "of PyTorch"])
+def test_any_attention_has_its_place_in_it(attention):
+    torch.manual_seed(0)
+    block = FlashTransformerBlock(32, 4, kv_heads=2, attention=attention)
+    plain, x = FlashTransformerBlock(32, 4, kv_heads=2), torch.randn(2, 30, 32)
+    plain.load_state_dict(block.state_dict())
+    torch.testing.assert_close(block(x), plain(x), rtol=1e-5, atol=1e-5)
+
+
+def test_the_enhanced_block_hands_on_branch_and_residual():
+    torch.manual_seed(0)
+    block, x = EnhancedTransformerBlock(32, 4, attention=MaskedAttention(causal_mask)), torch.randn(2, 30, 32)
+    plain = FlashTransformerBlock(32, 4)
+    plain.load_state_dict(block.state_dict())
+    branch, residual = block(x)
+    torch.testing.assert_close(branch + residual, plain(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(residual, x + plain.attention(plain.norm1(x)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("options", "packed", "words"), [
+    ({"window": 3}, None, "window=3 with attention=.*expected one of the two"),
+    ({"dropout": 0.1}, None, "takes no dropout_p"),
+    ({}, [0, 5], "cu_seqlens with attention=.*documents_mask has them")])
+def test_what_another_attention_does_not_have_is_named(options, packed, words):
+    with pytest.raises(ValueError, match=words):
+        FlashTransformerBlock(32, 4, attention=MaskedAttention(causal_mask), **options)(torch.ones(1, 5, 32), packed)
 
 
 def test_what_it_does_not_take():
