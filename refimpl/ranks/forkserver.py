@@ -27,7 +27,7 @@ from .forking import OPEN, REQUEST
 
 # The first optimizer of a process imports torch._dynamo, which takes 1.4 s. The server does it once for all ranks.
 PRELOADED = ("torch", "torch._dynamo", "refimpl.ranks.world")
-CALLERS_OWN = {"__main__", "cli"}  # what ranks do not use
+CALLERS_OWN = {"__main__", "cli", "guard", "pytest_plugin"}  # what ranks do not use; guard has other libraries' classes
 PACKAGE = Path(__file__).resolve().parents[1]
 # With these settings, glibc keeps freed blocks of up to 32 MiB for the next tensors, as CUDA's caching allocator does.
 # By default it returns them to the system. The page faults on new, zeroed memory then take a tenth of a step's time.
