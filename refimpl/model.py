@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +40,7 @@ def softmax_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.
     return (weights_BGRS @ v_BGSD).reshape(B, H, T, D)
 
 
-def bind(attention, dropout):
+def bind(attention: Callable[..., torch.Tensor], dropout: float) -> dict[str, Any]:
     """Return `causal` and `dropout_p` as options of `attention`, as far as it has them."""
     if attention is F.scaled_dot_product_attention:  # a builtin, which has no signature
         return {"is_causal": True, "dropout_p": dropout, "enable_gqa": True}
