@@ -83,15 +83,16 @@ def block_sparse_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: t
 
 # --- an attn_mask ----------------------------------------------------------------------------------------------------
 
-_cut = WeakTensorKeyDictionary()  # attn_mask → (its version, its BlockMask)
+_cut = WeakTensorKeyDictionary()  # attn_mask → ((its version, T, S), its BlockMask)
 
 
 def mask_of(mask, q_BHTD, k_BGSD):
     """Return `mask` as a BlockMask that fits q and k. Raises TypeError or ValueError."""
     (B, H, T, _), S = q_BHTD.shape, k_BGSD.shape[2]
     if isinstance(mask, torch.Tensor):
-        if mask not in _cut or _cut[mask][0] != mask._version:
-            _cut[mask] = mask._version, cut(mask, T, S)
+        key = None if mask.is_inference() else mask._version, T, S  # one of inference mode has no version
+        if mask not in _cut or _cut[mask][0] != key or mask.is_inference():
+            _cut[mask] = key, cut(mask, T, S)
         mask = _cut[mask][1]
     if not isinstance(mask, BlockMask):
         raise TypeError(f"mask is a {type(mask).__name__}: expected a BlockMask, such as longformer_mask(seq_len, …), "

@@ -54,6 +54,8 @@ def ring_attention(q_BHTD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.Ten
     check_dropout(dropout_p)
     check_order(order)
     if window is not None:
+        if type(window) is not int or window < 0:
+            raise ValueError(f"window={window!r}: expected an int of at least 0, tokens that one sees before it")
         if not causal or order != "plain":
             raise ValueError(f"window={window!r} in ring attention with causal={causal} and order={order!r}: expected "
                              "causal=True and order='plain', in which the keys that a rank sees are its neighbours'; "

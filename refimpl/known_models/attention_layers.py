@@ -104,8 +104,20 @@ def _give(model, attention):
     return model
 
 
+def check_named(args):
+    """Raise ValueError for more than the tokens by position: an attention_mask there would be left out in silence."""
+    if len(args) > 1:
+        raise ValueError(f"{len(args)} arguments by position: expected the tokens alone, and others by name, "
+                         "attention_mask=…, labels=…")
+
+
 def _whole(model, args, kwargs):
     """Take what is no whole sequence without paddings for an error; a mask that hides nothing is left out."""
+    check_named(args)
+    positions = kwargs.get("position_ids")
+    if positions is not None and (positions.diff(dim=-1) != 1).any():
+        raise ValueError("position_ids that begin again, as of packed sequences, beside a mask of blocks: expected "
+                         "none; documents_mask keeps sequences apart")
     mask = kwargs.get("attention_mask")
     if mask is not None and (mask.dim() != 2 or not mask.bool().all()):
         raise ValueError(MASKED)

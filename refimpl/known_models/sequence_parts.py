@@ -3,7 +3,7 @@
 from torch import nn
 
 from ..context.inner_attention import options_of
-from .attention_layers import attend_by
+from .attention_layers import attend_by, check_named
 
 LAYERS = ("full_attention", "sliding_attention")
 MASKED = ("attention_mask of a part of a sequence: expected none; pad at the end of rows, with targets −100 (causal "
@@ -61,6 +61,7 @@ def _of_parts(attention):
 
 def _positions(attention):
     def give_positions(model, args, kwargs):
+        check_named(args)
         given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         tokens = next(x for x in given if x is not None)
         for name in ("past_key_values", "use_cache"):

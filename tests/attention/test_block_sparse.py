@@ -77,6 +77,18 @@ def test_an_attn_mask_is_cut_once_and_again_when_it_was_written_to(monkeypatch):
     assert len(cuts) == 4
 
 
+def test_an_attn_mask_that_broadcasts_is_cut_for_each_length():
+    keys = torch.rand(1, 90) < 0.5
+    for T in (70, 40):
+        given = kit.inputs(2, 4, 2, T, 90)
+        torch.testing.assert_close(TILED(*given[:3], keys), dense(*given[:3], keys.expand(T, 90)))
+    with torch.inference_mode():
+        mine, given = keys.clone(), kit.inputs(2, 4, 2, 40, 90, requires_grad=False)
+        for _ in range(2):
+            torch.testing.assert_close(TILED(*given[:3], mine), dense(*given[:3], mine.expand(40, 90)))
+            mine.logical_not_()
+
+
 def test_the_logsumexp_is_that_of_the_pairs_seen():
     q, k, v, _ = kit.inputs(1, 2, 2, 100, 100, dtype=torch.float64)
     mask = BlockMask.of(lambda b, h, i, j: (j <= i) & (i > 40), 100, block=32)

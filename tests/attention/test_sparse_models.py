@@ -130,6 +130,10 @@ def test_a_class_that_would_not_compute_the_same_is_refused():
     (lambda: sparse(llama(), causal_mask)(torch.ones(1, 8, dtype=torch.long), use_cache=True), ValueError, "use_cache"),
     (lambda: sparse(llama(), causal_mask)(torch.ones(1, 8, dtype=torch.long), attention_mask=torch.eye(8)[:1]),
      ValueError, "an attention_mask beside a mask of blocks"),
+    (lambda: sparse(llama(), causal_mask)(torch.ones(1, 8, dtype=torch.long), torch.eye(8)[:1]), ValueError,
+     "2 arguments by position: expected the tokens alone"),
+    (lambda: sparse(llama(), causal_mask)(torch.ones(1, 8, dtype=torch.long),
+                                          position_ids=torch.arange(8)[None] % 4), ValueError, "begin again"),
     (lambda: OptimizedSparseAttention(30, 4), ValueError, "hidden_size=30, num_heads=4, kv_heads=4"),
     (lambda: OptimizedSparseAttention(32, 4, -1), ValueError, "window_size=-1: expected at least 0")])
 def test_what_does_not_fit_is_named(call, error, words):

@@ -9,7 +9,7 @@ from rank_pool import pooled
 
 from refimpl import memory
 from refimpl.attention import flash_pair, tiled_pair
-from refimpl.comm import FakeCommunicator
+from refimpl.comm import CollectiveMismatch, FakeCommunicator, simulate
 from refimpl.context import ring_attention
 from refimpl.context.closed_forms import attention_traffic
 from refimpl.context.neighbours import hops
@@ -79,3 +79,13 @@ def test_a_window_of_other_than_neighbours_is_refused(way, options):
     q, k, v, _ = given()
     with pytest.raises(ValueError, match=f"window=4 in ring attention with causal={options['causal']} and order="):
         attend(FakeCommunicator(0, 2), way, q, k, v, window=4, **options)
+
+
+def test_ranks_with_other_windows_are_named():
+    def attend_with(comm):
+        *qkv, _ = own(comm, "plain", given())
+        return ring_attention(*qkv, comm, causal=True, window=3 + comm.rank)
+
+    with pytest.raises(Exception) as raised:
+        simulate(attend_with, 2)
+    assert isinstance(raised.value.__cause__, CollectiveMismatch) or isinstance(raised.value, CollectiveMismatch)

@@ -205,6 +205,7 @@ def test_key_heads_are_repeated_as_needed(H, G, N, times):
 
 @pytest.mark.parametrize(("way", "options", "words"), [
     ("ring, zig-zag", {"window": 4}, "window=4 in ring attention with causal=True and order='zig-zag': expected"),
+    ("ring, plain", {"window": -1}, "window=-1: expected an int of at least 0"),
     ("ring, plain", {"cu_seqlens": [0, 4]}, "packed sequences, in ring attention"),
     ("gathered, plain", {"window": 4, "causal": False}, "window=4 without causal=True"),
     ("gathered, plain", {"window": 4}, "window=4, but .*softmax_attention.* has no such option"),
