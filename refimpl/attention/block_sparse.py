@@ -191,7 +191,7 @@ class BlockTiles(NamedTuple):
         mask = self.call.mask
         n, at_once = mask.block, sizes[1] // mask.block
         for row, rows in enumerate(tiles((0, mask.T), n)):
-            listed = sorted(self._listed(row))
+            listed = list(self._listed(row))
             chunks = [_spans(listed[first : first + at_once], n, mask.S) for first in range(0, len(listed), at_once)]
             found = [spans for spans in chunks if is_new((
                 rows[1] - rows[0], tuple(end - first for first, end in spans), len(self._partial(rows, spans)) > 0))]
@@ -199,8 +199,7 @@ class BlockTiles(NamedTuple):
                 yield rows, found
 
     def _listed(self, row):
-        blocks, patterns = self.call.mask.listed[self.index * self.call.mask.grid[0] + row]
-        return dict(zip(blocks, patterns, strict=True))
+        return self.call.mask.listed[self.index * self.call.mask.grid[0] + row]
 
     def _partial(self, rows, spans):
         """Return {first column of it in the tile: its pattern} of the partial blocks among some keys."""

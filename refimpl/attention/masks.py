@@ -122,10 +122,11 @@ class BlockMask:
 
     @functools.cached_property
     def listed(self) -> list:
-        """List ([keys' blocks], [their patterns]) of each block of queries, on the host."""
+        """List {block of keys: its pattern} of each block of queries, in the order of the sequence, on the host."""
         ends = self.by_query.ends.tolist()
         blocks, patterns = self.by_query.blocks.tolist(), self.by_query.patterns.tolist()
-        return [(blocks[first:end], patterns[first:end]) for first, end in zip(ends, ends[1:], strict=False)]
+        return [dict(sorted(zip(blocks[first:end], patterns[first:end], strict=True)))
+                for first, end in zip(ends, ends[1:], strict=False)]
 
     def to(self, device: Any) -> "BlockMask":
         """Return the mask with its lists on a device; each device's are made once."""

@@ -16,7 +16,7 @@ def test_the_same_blocks_outputs_and_gradients():
     blocks = paper.lists(paper.longformer(70, 3), T)
     mask = longformer_mask(T, 70, 3, causal=True, block=N)
     assert [[C for C, _ in sorted(blocks[R], key=lambda each: each[0])] for R in sorted(blocks)] == [
-        sorted(listed) for listed, _ in mask.listed]
+        list(each) for each in mask.listed]
     found, wanted = paper.BlockSparse.apply(q, k, v, blocks), block_sparse_attention(q, k, v, mask)
     torch.testing.assert_close(found, wanted)
     gradient = torch.randn_like(found)
