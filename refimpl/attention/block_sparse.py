@@ -8,6 +8,7 @@ nothing: it is not computed and then masked.
 """
 
 import collections.abc
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,12 +18,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..common.derivatives import refuse_transforms
 from ..common.nested_tensors import is_dry
 from .call.arguments import INSTEAD, check_scale, check_tensors
-from .call.sequence_tiles import SequenceTiles
 from .call.sequences import Band, Sequence, tiles
 from .flash import KERNEL_DTYPES, check_for_kernels, kernels_run_on
 from .kernels.sparse_operators import sparse_attention_forward
 from .masks import BlockMask, check_block, unpacked
-from .reference import AttentionBytes, AttentionFlops, resolve_shapes
+from .reference import AttentionBytes, AttentionFlops, resolve_shapes, wide_dtype
 from .scores import as_kernels_take, hook_of
 from .tiled import Tiled
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 Shape = collections.abc.Sequence[int]
 FORMS = ("auto", "triton", "tiled")
-AT_ONCE = 1024  # keys that pass a block of queries together: fewer and larger products than block by block
+FEW = 16  # patterns that are unpacked once a pass: with more, each when it is met, so that they take no memory
+AT_ONCE = 512  # keys that pass a block of queries together: fewer and larger products than block by block
 
 
 def block_sparse_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Tensor,
@@ -152,23 +153,29 @@ class BlockSparseCall(NamedTuple):
         return self
 
     def parts(self, q_BHTD, k_BGSD):
-        """List what has a list of its own: all, or each sequence, or each head of each."""
-        (B, H), G, (batch, heads) = q_BHTD.shape[:2], k_BGSD.shape[1], self.mask.shape[:2]
-        return [BlockTiles(self, b * heads + h, (0, B) if batch == 1 else (b, b + 1),
-                           (0, H) if heads == 1 else (h, h + 1),
-                           (0, G) if heads == 1 else (h * G // H, h * G // H + 1), q_BHTD)
-                for b in range(batch) for h in range(heads)]
+        """List the one part of the call: its tiles say which lists they are of."""
+        return [BlockTiles(self, (*q_BHTD.shape[:2], k_BGSD.shape[1]), _limits(self.mask, q_BHTD), q_BHTD, {})]
+
+
+class Span(NamedTuple):
+    """Blocks of queries or of keys, of one list or of several that have as many: a tile is loaded from them."""
+
+    lists: tuple  # whose they are: () all heads', (b,) of a sequence, (b, h) of a head
+    blocks: tuple  # of each list its (block, …)
+    size: int  # rows of each
+    patterns: tuple = ()  # of each {first column in the tile: pattern} of its partial blocks
 
 
 class BlockTiles(NamedTuple):
-    """The blocks of one list, number `index`, and the sequences and heads that share it: as `SequenceTiles`."""
+    """The blocks of a mask: as `SequenceTiles`. A tile is (1, B, G, H/G · rows, columns) where all heads share a list,
+    (1, G, H/G · rows, columns) where those of a sequence do, (lists, rows, columns) where each head has its own.
+    """
 
     call: BlockSparseCall
-    index: int
-    batch: tuple
-    query_heads: tuple
-    key_heads: tuple
-    like: torch.Tensor  # q: its device, and whether the run is dry
+    shape: tuple  # (B, H, G)
+    limits: "torch.Tensor | None"
+    like: torch.Tensor  # q: its device, its dtype, and whether the run is dry
+    views: dict  # of each tensor, by its id, {list: its blocks}: made once a pass, since making them takes time
 
     @property
     def sequence(self):
@@ -178,75 +185,133 @@ class BlockTiles(NamedTuple):
 
     @property
     def heads(self):
-        """Return (B, H, G) of this part."""
-        return tuple(end - first for first, end in (self.batch, self.query_heads, self.key_heads))
+        """Return (B, H, G) of one list."""
+        batch, heads = self.call.mask.shape[:2]
+        return (1, 1, 1) if heads > 1 else (1, *self.shape[1:]) if batch > 1 else self.shape
 
     def cut(self, by_query, by_key):
-        """Return views of the part's own heads of tensors (B, H, T, …) and (B, G, S, …)."""
-        batch, queries, keys = (slice(*each) for each in (self.batch, self.query_heads, self.key_heads))
-        return [x[batch, queries] for x in by_query] + [x[batch, keys] for x in by_key]
+        """Return the tensors as they are."""
+        return [*by_query, *by_key]
 
     def tiles(self, sizes, is_new):
-        """Yield (rows, [spans of keys, …]): AT_ONCE keys at a time, neighbouring blocks as one span."""
-        mask = self.call.mask
-        n, at_once = mask.block, sizes[1] // mask.block
-        for row, rows in enumerate(tiles((0, mask.T), n)):
-            listed = list(self._listed(row))
-            chunks = [_spans(listed[first : first + at_once], n, mask.S) for first in range(0, len(listed), at_once)]
-            found = [spans for spans in chunks if is_new((
-                rows[1] - rows[0], tuple(end - first for first, end in spans), len(self._partial(rows, spans)) > 0))]
-            if found or not listed and is_new(rows[1] - rows[0]):
-                yield rows, found
+        """Yield (rows, [keys, …]), each a Span, AT_ONCE keys at a time."""
+        mask, at_once = self.call.mask, sizes[1] // self.call.mask.block
+        for row, (first, end) in enumerate(tiles((0, mask.T), mask.block)):
+            for lists, listed in self._alike(row):
+                spans = [_span(lists, [each[k : k + at_once] for each in listed], mask)
+                         for k in range(0, len(listed[0]), at_once)]
+                found = [keys for keys in spans if is_new((end - first, len(lists), keys.size, any(keys.patterns)))]
+                if found or not spans and is_new((end - first, len(lists))):
+                    yield Span(lists, ((row,),) * len(lists), end - first), found
 
-    def _listed(self, row):
-        return self.call.mask.listed[self.index * self.call.mask.grid[0] + row]
+    def _alike(self, row):
+        """Yield (lists, [[(block, pattern), …] of each]) for a block of queries: heads whose tiles are of one size
+        together, since one product of all is faster than one of each."""
+        (batch, heads), (rows, columns) = self.call.mask.shape[:2], self.call.mask.grid
+        short = columns - 1 if self.call.mask.S % self.call.mask.block else None
+        alike = collections.defaultdict(list)
+        for b in range(self.shape[0] if heads > 1 else batch):
+            for h in range(self.shape[1] if heads > 1 else 1):
+                listed = self.call.mask.listed[(b % batch * heads + h) * rows + row]
+                of = (b, h) if heads > 1 else (b,) if batch > 1 else ()
+                alike[heads == 1 and of, len(listed), short in listed].append((of, list(listed.items())))
+        for group in alike.values():
+            yield tuple(zip(*group, strict=True))
 
-    def _partial(self, rows, spans):
-        """Return {first column of it in the tile: its pattern} of the partial blocks among some keys."""
-        n, listed, column, found = self.call.mask.block, self._listed(rows[0] // self.call.mask.block), 0, {}
-        for first, end in spans:
-            for block in range(first // n, -(-end // n)):
-                if listed[block] >= 0:
-                    found[column + block * n - first] = listed[block]
-            column += end - first
+    def _blocks(self, x, span):
+        """List the views of x that a Span has, one list after the other."""
+        if id(x) not in self.views:
+            self.views[id(x)] = {}
+        views, found = self.views[id(x)], []
+        for of, blocks in zip(span.lists, span.blocks, strict=True):
+            if len(of) == 2:  # the head of keys that queries of head h see
+                of = of[0], of[1] * x.shape[1] // self.shape[1]
+            if of not in views:
+                views[of] = x[of].split(self.call.mask.block, dim=-2)
+            found += [views[of][block] for block in blocks]
         return found
 
-    def fill_masked(self, tile_BGRS, rows, keys, value):
-        """Write `value` where a row does not see a key. Returns the tile, (B, G, H/G · rows, keys)."""
-        n, count = self.call.mask.block, rows[1] - rows[0]
-        for column, pattern in self._partial(rows, keys).items():
-            part = tile_BGRS.unflatten(2, (-1, count))[..., column : column + n]
-            part.masked_fill_(self._hidden(pattern)[:count, : part.shape[-1]], value)
-        return tile_BGRS
+    def load(self, x_BHTD, span):
+        """Copy the blocks of a Span into a contiguous tile of wide dtype, the heads of a group as rows of a matrix."""
+        tile = torch.cat(self._blocks(x_BHTD, span), dim=-2).to(wide_dtype(x_BHTD.dtype))
+        if len(span.lists[0]) == 2:
+            return tile.unflatten(0, (-1, span.size))
+        return tile.unsqueeze(0).unflatten(-3, (self.shape[2], -1)).flatten(-3, -2)
 
-    def _hidden(self, pattern):
-        n = self.call.mask.block
-        if is_dry(self.like):
-            return self.like.new_empty((n, n), dtype=torch.bool)
-        return unpacked(self.call.mask.to(self.like.device).words[pattern]).logical_not_()
+    def store(self, x_BHTD, span, tile):
+        """Copy a tile back to the blocks of a Span, rounded to x's dtype."""
+        for there, here in zip(self._blocks(x_BHTD, span), self._by_head(tile, span), strict=True):
+            there.copy_(here)
 
-    by_hook = SequenceTiles.by_hook
+    def add(self, x_BGSD, span, tile):
+        """Add a tile to the blocks of a Span."""
+        by_block = zip(*(each.unbind() for each in tile.split(self.call.mask.block, dim=-2)), strict=True)
+        for there, here in zip(self._blocks(x_BGSD, span), itertools.chain(*by_block), strict=True):
+            there.add_(here)
+
+    def _by_head(self, tile, rows):
+        """Return a tile of queries with a dimension of heads, if it has one of groups."""
+        return tile if len(rows.lists[0]) == 2 else tile.unflatten(-2, (-1, rows.size)).flatten(-4, -3)
+
+    def fill_masked(self, tile, rows, keys):
+        """Write −∞ where a row does not see a key. Returns the tile."""
+        for one, patterns in zip(self._by_head(tile, rows), keys.patterns, strict=True):
+            for column, pattern in patterns.items():
+                part = one[..., column : column + self.call.mask.block]
+                part.clamp_max_(self._limit(pattern)[: rows.size, : part.shape[-1]])
+        return tile
+
+    def _limit(self, pattern):
+        """Return (n, n) numbers: +∞ where a row sees a key, −∞ where it does not."""
+        return _limits(self.call.mask, self.like, pattern) if self.limits is None else self.limits[pattern]
+
+    def by_hook(self, function, s_BGRS, rows, keys):
+        """Return `function` of the scores of a tile, as SequenceTiles does."""
+        by_head = self._by_head(s_BGRS, rows)
+        shape = (len(by_head), 1) if by_head.ndim == 3 else by_head.shape[-4:-2]
+        s_BHTS = by_head.view(*shape, *by_head.shape[-2:])
+        found = function(s_BHTS, *self.places(rows, keys))
+        if not isinstance(found, torch.Tensor):
+            return found
+        return (found if found.shape == s_BHTS.shape else found.expand_as(s_BHTS).contiguous()).reshape(s_BGRS.shape)
 
     def places(self, rows, keys):
         """Return (b, h, q_idx, k_idx) of a tile, for hooks."""
-        b, h, i, *js = (torch.arange(*each, device=self.like.device)
-                        for each in (self.batch, self.query_heads, rows, *keys))
-        mask = self.call.mask
-        return b.view(-1, 1, 1, 1), h.view(-1, 1, 1), i[:, None] + (mask.S - mask.T), torch.cat(js)
+        mask, device = self.call.mask, self.like.device
+        b, h = (torch.arange(n, device=device) for n in self.shape[:2])
+        h = h.view(-1, 1, 1)
+        if rows.lists[0]:
+            b, *heads = torch.tensor(rows.lists, device=device).unbind(1)
+            h = heads[0].view(-1, 1, 1, 1) if heads else h
+
+        def within(blocks, length):  # (…, 1, 1, places)
+            found = (torch.tensor(blocks, device=device)[..., None] * mask.block
+                     + torch.arange(mask.block, device=device)).flatten(1)
+            return found[found < length].view(len(blocks), 1, 1, -1)
+
+        i, j = within(rows.blocks[:1], mask.T) + (mask.S - mask.T), within(keys.blocks, mask.S)
+        return b.view(-1, 1, 1, 1), h, i.mT, j
 
     def dropped(self, rows, keys):
         """Return None: nothing is dropped."""
 
 
-def _spans(blocks, n, S):
-    """Return ((first key, end), …) of blocks in order; neighbours are one span."""
-    found = []
-    for block in blocks:
-        if found and found[-1][1] == block * n:
-            found[-1][1] = min((block + 1) * n, S)
-        else:
-            found.append([block * n, min((block + 1) * n, S)])
-    return tuple(map(tuple, found))
+def _span(lists, listed, mask):
+    """Return the Span of keys of some (block, pattern) of each list."""
+    n = mask.block
+    blocks = tuple(tuple(block for block, _ in each) for each in listed)
+    patterns = tuple({k * n: pattern for k, (_, pattern) in enumerate(each) if pattern >= 0} for each in listed)
+    return Span(lists, blocks, sum(min(n, mask.S - block * n) for block in blocks[0]), patterns)
+
+
+def _limits(mask, like, pattern=None):
+    """Return the numbers that scores are clamped to, +∞ or −∞: of one pattern, or of all if they are few."""
+    which = slice(None) if pattern is None else pattern
+    if pattern is None and len(mask.words) > FEW:
+        return None
+    if is_dry(like):  # the mask is real
+        return like.new_empty((len(mask.words), mask.block, mask.block), dtype=wide_dtype(like.dtype))[which]
+    return (unpacked(mask.to(like.device).words[which]).to(wide_dtype(like.dtype)) - 0.5) * math.inf
 
 
 # --- FLOPs and bytes -------------------------------------------------------------------------------------------------
@@ -278,9 +343,11 @@ def block_sparse_attention_bytes(q_shape: Shape, k_shape: Shape, mask: BlockMask
 
     as `flash_attention`'s: linear in the sequence, whatever the mask, whose blocks change time alone. `kernels=False`:
     of the form in PyTorch, with dK and dV in w bytes (fp32 or wider), and the largest tile: n = rows of a block, times
-    the batch and query heads that share a list; m = up to 1,024 keys, times the batch and key heads:
+    batch and heads; m = up to 512 keys, times batch and key heads (heads, if each has its list); and limits, w·block²
+    for each pattern, if they are up to 16:
 
-        peak   kept + e·BHT·D + w·BGS·(D + V) + w·(n·(2D + V) + m·(D + V) + 2n + 2n·keys + max(n·D, m·D, m·V))
+        peak   kept + e·BHT·D + w·BGS·(D + V) + limits
+               + w·(n·(2D + V) + m·(D + V) + 2n + 2n·keys + max(n·D, m·D, m·V))
 
     Raises as `block_sparse_attention` does.
     """
@@ -291,13 +358,14 @@ def block_sparse_attention_bytes(q_shape: Shape, k_shape: Shape, mask: BlockMask
     if kernels:
         return AttentionBytes(kept, kept + e * (B * H * T * D + keys) + w * B * H * T)
     q, k = (torch.empty(tuple(shape), device="meta") for shape in (q_shape, k_shape))
-    tile_bytes = [e * keys * (e != w)]
-    for part in BlockSparseCall(1.0, None, mask).parts(q, k):
-        for rows, chunks in part.tiles((mask.block, AT_ONCE), lambda shape: True):
-            for columns in (sum(end - first for first, end in spans) for spans in chunks or [()]):
-                n, m = part.heads[0] * part.heads[1] * (rows[1] - rows[0]), part.heads[0] * part.heads[2] * columns
-                tile_bytes.append(w * (n * (2 * D + V) + m * (D + V) + 2 * n + 2 * n * columns +
-                                       max(n * D, m * D, m * V)))
+    tile_bytes, limits = [e * keys * (e != w)], w * mask.block**2 * len(mask.words) * (len(mask.words) <= FEW)
+    part, = BlockSparseCall(1.0, None, mask).parts(q, k)
+    for rows, chunks in part.tiles((mask.block, AT_ONCE), lambda shape: True):
+        of_query, of_key = (len(rows.lists) * math.prod(heads) for heads in (part.heads[:2], part.heads[::2]))
+        for columns in [span.size for span in chunks] or [0]:
+            n, m = of_query * rows.size, of_key * columns
+            tile_bytes.append(limits + w * (n * (2 * D + V) + m * (D + V) + 2 * n + 2 * n * columns +
+                                            max(n * D, m * D, m * V)))
     return AttentionBytes(kept, kept + e * B * H * T * D + w * keys + max(tile_bytes))
 
 

@@ -26,7 +26,7 @@ from ..common.derivatives import refuse_batched_gradients, refuse_transforms
 from .call.arguments import INSTEAD, refuse_second_derivative, resolve, without_autocast
 from .call.dry_tiles import in_tiles
 from .call.philox import dropped_bytes, runs_of
-from .call.sequence_tiles import add, load, store
+from .call.sequence_tiles import load
 from .call.sequences import tiles
 from .reference import AttentionBytes, resolve_shapes, wide_dtype
 from .scores import sink_gradient
@@ -132,38 +132,43 @@ def _forward_tiles(q_BHTD, k_BGSD, v_BGSV, sinks_H, out_BHTV, lse_BHT1, call, si
 def _forward_tile(q_BHTD, k_BGSD, v_BGSV, sinks_H, out_BHTV, lse_BHT1, part, rows, spans):
     """Compute one tile of queries: a loop over the keys that it sees, `spans`. A sink has been seen before the first:
     its weight is 1 at m = sink, and it has no value."""
-    G = part.heads[2]
-    q_BGRD = load(q_BHTD, rows, G).mul_(part.call.scale)
+    q_BGRD = part.load(q_BHTD, rows).mul_(part.call.scale)
     out_BGRV = q_BGRD.new_zeros((*q_BGRD.shape[:-1], v_BGSV.shape[-1]))
     m_BGR1 = q_BGRD.new_full((*q_BGRD.shape[:-1], 1), -math.inf)
     l_BGR1 = torch.zeros_like(m_BGR1)
     if sinks_H is not None:
-        m_BGR1.unflatten(2, (-1, rows[1] - rows[0])).copy_(sinks_H.view(G, -1, 1, 1))
+        m_BGR1.unflatten(2, (-1, rows[1] - rows[0])).copy_(sinks_H.view(part.heads[2], -1, 1, 1))
         l_BGR1.fill_(1)
     for keys in spans:
         m_BGR1 = _online(q_BGRD, k_BGSD, v_BGSV, m_BGR1, l_BGR1, out_BGRV, part, rows, keys)
     if part.call.may_hide:
         l_BGR1.masked_fill_(l_BGR1 == 0, 1)  # a mask has hidden every key: zeros, and ln 1 − ∞
-    store(out_BHTV, rows, out_BGRV.div_(l_BGR1 * (1 - part.call.dropout_p)), G)  # one division for softmax and dropout
-    store(lse_BHT1, rows, l_BGR1.log_().add_(m_BGR1), G)
+    out_BGRV.div_(l_BGR1 * (1 - part.call.dropout_p))  # one division for softmax and dropout
+    part.store(out_BHTV, rows, out_BGRV)
+    part.store(lse_BHT1, rows, l_BGR1.log_().add_(m_BGR1))
 
 
 def _online(q_BGRD, k_BGSD, v_BGSD, m_BGR1, l_BGR1, out_BGRD, part, rows, keys):
     """Add one tile of keys to l and the output, in place; returns the new m."""
-    G, dropped_BGRS = part.heads[2], part.dropped(rows, keys)
-    s_BGRS = q_BGRD @ load(k_BGSD, keys, G).mT
+    dropped_BGRS = part.dropped(rows, keys)
+    s_BGRS = q_BGRD @ part.load(k_BGSD, keys).mT
     if part.call.score is not None:
         s_BGRS = part.by_hook(part.call.score.forward, s_BGRS, rows, keys)
-    part.fill_masked(s_BGRS, rows, keys, -math.inf)
+    part.fill_masked(s_BGRS, rows, keys)
     m_new_BGR1 = torch.maximum(m_BGR1, s_BGRS.amax(dim=-1, keepdim=True))
     top_BGR1 = m_new_BGR1.masked_fill(m_new_BGR1 == -math.inf, 0)  # a row with nothing yet: −∞ − (−∞) would be NaN
-    p_BGRS = s_BGRS.sub_(top_BGR1).exp_()
-    shrink_BGR1 = (m_BGR1 - top_BGR1).exp_()
+    p_BGRS = exp_(s_BGRS.sub_(top_BGR1))
+    shrink_BGR1 = exp_(m_BGR1 - top_BGR1)
     l_BGR1.mul_(shrink_BGR1).add_(p_BGRS.sum(dim=-1, keepdim=True))
     if dropped_BGRS is not None:  # l is the sum of all weights: dropout comes after the softmax
         p_BGRS.masked_fill_(dropped_BGRS, 0)
-    out_BGRD.mul_(shrink_BGR1).add_(p_BGRS @ load(v_BGSD, keys, G))
+    out_BGRD.mul_(shrink_BGR1).add_(p_BGRS @ part.load(v_BGSD, keys))
     return m_new_BGR1
+
+
+def exp_(x: torch.Tensor) -> torch.Tensor:
+    """Replace x by e^x, as 2^(x · log2 e): a CPU's e^x takes 5 to 50 times as long at −∞, and where it underflows."""
+    return x.mul_(math.log2(math.e)).exp2_()
 
 
 # --- backward --------------------------------------------------------------------------------------------------------
@@ -171,7 +176,7 @@ def _online(q_BGRD, k_BGSD, v_BGSD, m_BGR1, l_BGR1, out_BGRD, part, rows, keys):
 
 def backward_of(q_BHTD, k_BGSD, v_BGSV, out_BHTV, lse_BHT1, d_out_BHTV, d_lse_BHT1, call, sizes):
     """Return (dQ, dK, dV). Each tile of queries writes its dQ, and adds in fp32 to dK and dV of the keys it sees."""
-    dq_BHTD = torch.zeros_like(q_BHTD, memory_format=torch.contiguous_format)
+    dq_BHTD = torch.empty_like(q_BHTD, memory_format=torch.contiguous_format)
     # in fp32: every tile of queries adds to them
     dk_BGSD, dv_BGSV = (x.new_zeros(x.shape, dtype=lse_BHT1.dtype) for x in (k_BGSD, v_BGSV))
     tensors = q_BHTD, k_BGSD, v_BGSV, out_BHTV, lse_BHT1, d_out_BHTV, d_lse_BHT1, dq_BHTD, dk_BGSD, dv_BGSV
@@ -186,38 +191,40 @@ def _backward_tiles(q_BHTD, k_BGSD, v_BGSV, out_BHTV, lse_BHT1, d_out_BHTV, d_ls
     for part in call.parts(q_BHTD, k_BGSD):
         by_query = (q_BHTD, out_BHTV, lse_BHT1, d_out_BHTV, dq_BHTD, *([] if d_lse_BHT1 is None else [d_lse_BHT1]))
         q, out, lse, d_out, dq, *d_lse, k, v, dk, dv = part.cut(by_query, (k_BGSD, v_BGSV, dk_BGSD, dv_BGSV))
+        dq[:, :, : part.sequence.band.fully_masked].zero_()  # the loop below has no tile for them
         for rows, spans in part.tiles(sizes, is_new):
-            _backward_tile(q, k, v, lse, d_out, _delta(out, d_out, d_lse, rows, part.heads[2]), dq, dk, dv, part, rows,
-                           spans)
+            _backward_tile(q, k, v, out, lse, d_out, d_lse, dq, dk, dv, part, rows, spans)
 
 
-def _delta(out_BHTV, d_out_BHTV, d_lse, rows, G):
+def _delta(out, d_out, d_lse):
     """Return Δ = rowsum(dO ∘ O) = rowsum(P ∘ dP), with dropout too; less the logsumexp's own gradient: dL/dS = P."""
-    delta_BGR1 = load(out_BHTV, rows, G).mul_(load(d_out_BHTV, rows, G)).sum(dim=-1, keepdim=True)
-    return delta_BGR1.sub_(load(d_lse[0], rows, G)) if d_lse else delta_BGR1
+    delta = out.mul_(d_out).sum(dim=-1, keepdim=True)
+    return delta.sub_(d_lse[0]) if d_lse else delta
 
 
 def _sinks(out_BHTV, lse_BHT, sinks_H, d_out_BHTV, d_lse_BHT1, sizes):
     """Return the gradient of the sinks, a sum over all rows: also over those that see nothing else."""
     (_, H, T), d_lse, found_H = lse_BHT.shape, [] if d_lse_BHT1 is None else [d_lse_BHT1], 0
     for rows in tiles((0, T), sizes[0]):
-        delta_BHT = _delta(out_BHTV, d_out_BHTV, d_lse, rows, H)[..., 0]  # each head a group of its own
+        tile, d_tile, *d_lse_tile = (load(x, rows, H) for x in (out_BHTV, d_out_BHTV, *d_lse))  # each head a group
+        delta_BHT = _delta(tile, d_tile, d_lse_tile)[..., 0]
         found_H = found_H + sink_gradient(sinks_H, lse_BHT[:, :, slice(*rows)], delta_BHT)
     return found_H.to(sinks_H.dtype)
 
 
-def _backward_tile(q_BHTD, k_BGSD, v_BGSV, lse_BHT1, d_out_BHTV, delta_BGR1, dq_BHTD, dk_BGSD, dv_BGSV, part, rows,
-                   spans):
+def _backward_tile(q_BHTD, k_BGSD, v_BGSV, out_BHTV, lse_BHT1, d_out_BHTV, d_lse, dq_BHTD, dk_BGSD, dv_BGSV, part,
+                   rows, spans):
     """Differentiate one tile of queries: a loop over the keys that it sees, `spans`."""
-    G = part.heads[2]
-    q_BGRD, d_out_BGRV = load(q_BHTD, rows, G).mul_(part.call.scale), load(d_out_BHTV, rows, G)
-    lse_BGR1, dq_BGRD = load(lse_BHT1, rows, G), torch.zeros_like(q_BGRD)
+    d_out_BGRV = part.load(d_out_BHTV, rows)
+    delta_BGR1 = _delta(part.load(out_BHTV, rows), d_out_BGRV, [part.load(x, rows) for x in d_lse])
+    q_BGRD = part.load(q_BHTD, rows).mul_(part.call.scale)
+    lse_BGR1, dq_BGRD = part.load(lse_BHT1, rows), torch.zeros_like(q_BGRD)
     if part.call.may_hide:
         lse_BGR1.clamp_min_(torch.finfo(lse_BGR1.dtype).min)  # of a row whose keys are hidden: −∞ − (−∞) would be NaN
     for keys in spans:
-        _gradients(q_BGRD, load(k_BGSD, keys, G), load(v_BGSV, keys, G), lse_BGR1, d_out_BGRV, delta_BGR1, dq_BGRD,
+        _gradients(q_BGRD, part.load(k_BGSD, keys), part.load(v_BGSV, keys), lse_BGR1, d_out_BGRV, delta_BGR1, dq_BGRD,
                    dk_BGSD, dv_BGSV, part, rows, keys)
-    store(dq_BHTD, rows, dq_BGRD.mul_(part.call.scale), G)
+    part.store(dq_BHTD, rows, dq_BGRD.mul_(part.call.scale))
 
 
 def _gradients(q_BGRD, k_BGSD, v_BGSV, lse_BGR1, d_out_BGRV, delta_BGR1, dq_BGRD, dk_BGSD, dv_BGSV, part, rows, keys):
@@ -228,17 +235,17 @@ def _gradients(q_BGRD, k_BGSD, v_BGSV, lse_BGR1, d_out_BGRV, delta_BGR1, dq_BGRD
         # before forward: the derivative is at the scores that the hook got
         slope_BGRS = part.by_hook(hook.derivative, p_BGRS, rows, keys)
         p_BGRS = part.by_hook(hook.forward, p_BGRS, rows, keys)
-    part.fill_masked(p_BGRS.sub_(lse_BGR1).exp_(), rows, keys, 0)
+    exp_(part.fill_masked(p_BGRS.sub_(lse_BGR1), rows, keys))
     dp_BGRS = d_out_BGRV @ v_BGSV.mT
     if dropped_BGRS is None:
-        add(dv_BGSV, keys, p_BGRS.mT @ d_out_BGRV)
+        part.add(dv_BGSV, keys, p_BGRS.mT @ d_out_BGRV)
     else:  # O = (Z ∘ P) V / (1 − p): dropped weights give nothing, the others are scaled up
-        add(dv_BGSV, keys, (p_BGRS.masked_fill(dropped_BGRS, 0).mT @ d_out_BGRV).mul_(dropout_scale))
+        part.add(dv_BGSV, keys, (p_BGRS.masked_fill(dropped_BGRS, 0).mT @ d_out_BGRV).mul_(dropout_scale))
         dp_BGRS.masked_fill_(dropped_BGRS, 0).mul_(dropout_scale)
     ds_BGRS = dp_BGRS.sub_(delta_BGR1).mul_(p_BGRS)
     if hook is not None:
         ds_BGRS.mul_(slope_BGRS)
-    add(dk_BGSD, keys, ds_BGRS.mT @ q_BGRD)  # over all rows: the heads of a group are summed here
+    part.add(dk_BGSD, keys, ds_BGRS.mT @ q_BGRD)  # over all rows: the heads of a group are summed here
     dq_BGRD += ds_BGRS @ k_BGSD
 
 

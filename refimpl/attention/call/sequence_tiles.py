@@ -2,6 +2,7 @@
 by a hook in one of them.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -37,12 +38,25 @@ class SequenceTiles(NamedTuple):
         queries, keys, _ = self.sequence
         return [x[:, :, slice(*queries)] for x in by_query] + [x[:, :, slice(*keys)] for x in by_key]
 
-    def fill_masked(self, tile_BGRS, rows, keys, value):
-        """Write `value` where a row does not see a key. Returns the tile, (B, G, H/G · rows, keys)."""
+    def load(self, x_BHTD, span):
+        """Copy the rows `span` = (first, end) of x into a tile."""
+        return load(x_BHTD, span, self.heads[2])
+
+    def store(self, x_BHTD, span, tile_BGRD):
+        """Copy a tile back to the rows `span`, rounded to x's dtype."""
+        place = x_BHTD[:, :, slice(*span)].unflatten(1, (self.heads[2], -1))
+        place.copy_(tile_BGRD.view(place.shape))
+
+    def add(self, x_BGSD, span, tile_BGSD):
+        """Add a tile to the rows `span`."""
+        x_BGSD[:, :, slice(*span)].add_(tile_BGSD)
+
+    def fill_masked(self, tile_BGRS, rows, keys):
+        """Write −∞ where a row does not see a key. Returns the tile, (B, G, H/G · rows, keys)."""
         mask_TS = self.sequence.band.mask(rows, keys, self.device)
         if mask_TS is not None:
             # one mask for the H/G heads that share the key
-            tile_BGRS.unflatten(2, (-1, len(mask_TS))).masked_fill_(mask_TS, value)
+            tile_BGRS.unflatten(2, (-1, len(mask_TS))).masked_fill_(mask_TS, -math.inf)
         return tile_BGRS
 
     def places(self, rows, keys):
@@ -75,26 +89,11 @@ class SequenceTiles(NamedTuple):
 
 
 def load(x_BHTD, span, groups):
-    """Copy the rows `span` = (first, end), or several, into a contiguous tile of wide dtype, (B, G, H/G · rows, D).
+    """Copy the rows `span` = (first, end) into a contiguous tile of wide dtype, (B, G, H/G · rows, D).
 
     The heads of a group become rows of one matrix. A kernel would load such a tile into on-chip memory.
     """
-    wide = torch.promote_types(x_BHTD.dtype, torch.float32)
-    if isinstance(span[0], tuple):  # of keys: a group has one head
-        return torch.cat([x_BHTD[:, :, slice(*each)] for each in span], dim=2).to(wide)
     tile = x_BHTD[:, :, slice(*span)].unflatten(1, (groups, -1))
     # a copy even of fp32: the caller scales it in place
+    wide = torch.promote_types(x_BHTD.dtype, torch.float32)
     return tile.to(wide, memory_format=torch.contiguous_format, copy=True).flatten(2, 3)
-
-
-def add(x_BGSD, span, tile_BGSD):
-    """Add a tile to the rows `span`, or to several spans one after the other."""
-    spans = span if isinstance(span[0], tuple) else [span]
-    for each, part in zip(spans, tile_BGSD.split([end - first for first, end in spans], dim=2), strict=True):
-        x_BGSD[:, :, slice(*each)].add_(part)
-
-
-def store(x_BHTD, span, tile_BGRD, groups):
-    """Copy a tile back, rounded to x's dtype."""
-    place = x_BHTD[:, :, slice(*span)].unflatten(1, (groups, -1))
-    place.copy_(tile_BGRD.view(place.shape))
