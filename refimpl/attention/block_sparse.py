@@ -63,23 +63,35 @@ def block_sparse_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: t
     if kernel not in FORMS:
         raise ValueError(f"kernel={kernel!r}: expected one of {', '.join(map(repr, FORMS))}")
     hooks = as_kernels_take(score)  # without one four Nones; None: one that kernels do not know
-    runs = hooks is not None and kernels_run_on(q_BHTD.device) and q_BHTD.dtype in KERNEL_DTYPES
+    runs = kernels_run_on(q_BHTD.device) or is_dry(q_BHTD) and kernel == "triton"  # a dry run has any device's bytes
+    runs = runs and hooks is not None and q_BHTD.dtype in KERNEL_DTYPES
     if kernel == "triton" and not runs:
         raise ValueError(f"kernel='triton' for {q_BHTD.dtype} on {q_BHTD.device} with score={score}: the kernels run "
                          "where flash_attention's do; kernel='tiled' computes the same in PyTorch")
     if kernel == "tiled" or not runs:
         call = BlockSparseCall(scale, score, mask)
+        _on_device(mask, "words", q_BHTD).detach()  # seen by trackers, also in a dry run that knows what tiles take
         out_BHTV, lse_BHT = Tiled.apply(q_BHTD, k_BGSD, v_BGSV, None, None, call, (mask.block, AT_ONCE))
         return (out_BHTV, lse_BHT) if return_logsumexp else out_BHTV
     check_for_kernels(q_BHTD, k_BGSD, v_BGSV)
-    there = mask.to(q_BHTD.device)
-    lists = there.by_query.whole, there.by_key.whole, there.words
-    if is_dry(q_BHTD):
-        lists = [q_BHTD.new_empty(x.shape, dtype=x.dtype) for x in lists]
+    lists = [_on_device(mask, name, q_BHTD) for name in ("by_query", "by_key", "words")]
     out_BHTV, lse2_BHT = sparse_attention_forward(
         q_BHTD, k_BGSD, v_BGSV, *lists, mask.block, *mask.shape[:2], scale,
         *(x.contiguous() if isinstance(x, torch.Tensor) else x for x in hooks))
     return (out_BHTV, lse2_BHT * math.log(2)) if return_logsumexp else out_BHTV  # from base 2, in which kernels count
+
+
+def _on_device(mask, name, q_BHTD):
+    """Return one tensor of a mask on q's device: its lists `by_query` or `by_key`, or `words`. In a dry run its
+    stand-in, one for all calls."""
+    there = mask.to(q_BHTD.device)
+    found = there.words if name == "words" else getattr(there, name).whole
+    if not is_dry(q_BHTD):
+        return found
+    stand_ins = there.in_dry_run.setdefault(q_BHTD.fake_mode, {})
+    if name not in stand_ins:
+        stand_ins[name] = q_BHTD.new_empty(found.shape, dtype=found.dtype)
+    return stand_ins[name]
 
 
 # --- an attn_mask ----------------------------------------------------------------------------------------------------
@@ -309,9 +321,10 @@ def _limits(mask, like, pattern=None):
     which = slice(None) if pattern is None else pattern
     if pattern is None and len(mask.words) > FEW:
         return None
-    if is_dry(like):  # the mask is real
-        return like.new_empty((len(mask.words), mask.block, mask.block), dtype=wide_dtype(like.dtype))[which]
-    return (unpacked(mask.to(like.device).words[which]).to(wide_dtype(like.dtype)) - 0.5) * math.inf
+    words = _on_device(mask, "words", like)
+    if is_dry(like):
+        return like.new_empty((len(words), mask.block, mask.block), dtype=wide_dtype(like.dtype))[which]
+    return unpacked(words[which]).to(wide_dtype(like.dtype)).sub_(0.5).mul_(math.inf)
 
 
 # --- FLOPs and bytes -------------------------------------------------------------------------------------------------

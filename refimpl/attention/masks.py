@@ -14,6 +14,7 @@ Longformer (Beltagy et al. 2020), section 3.1: a window, dilated or not, and glo
 
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ class BlockMask:
         self.by_query, self.by_key = lists
         self.words, self.pairs = words, pairs
         self._there = {words.device: self}
+        self.in_dry_run = weakref.WeakKeyDictionary()  # mode of fake tensors → stand-ins of the lists, by name
 
     @classmethod
     def of(cls, sees: Callable, T: int, S: int | None = None, *, batch: int = 1, heads: int = 1, block: int = 128,
@@ -135,6 +137,19 @@ class BlockMask:
             lists = [BlockLists.of(each.whole.to(device), len(each.full)) for each in (self.by_query, self.by_key)]
             self._there[device] = BlockMask(self.sees, self.shape, self.block, lists, self.words.to(device), self.pairs)
         return self._there[device]
+
+    def rows(self, first: int, end: int) -> "BlockMask":
+        """Return the mask of queries first … end − 1 over the keys up to the last of them: of a chunk of a sequence.
+
+        ValueError for places outside, or for a mask of other keys than queries.
+        """
+        if not 0 <= first < end <= self.T == self.S:
+            raise ValueError(f"rows {first} to {end} of a mask of {self.T} queries and {self.S} keys: expected places "
+                             "of a mask of as many queries as keys")
+        n = self.block
+        hints = self.kinds()[:, :, first // n : -(-end // n), : -(-end // n)]  # if blocks begin where those of self do
+        return BlockMask.of(self.sees, end - first, end, batch=self.shape[0], heads=self.shape[1], block=n,
+                            hint=None if first % n else lambda b, h, R, C: hints)
 
     def dense(self) -> torch.Tensor:
         """Return the mask as booleans, (batch, heads, T, S): for tests and drawings of short sequences."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..equivalence.comparison import CutDiffers, computed, difference
 from ..equivalence.cut_over_ranks import whole_of
@@ -27,15 +28,21 @@ class MaskedAttention:
     """Attention of (q, k, v) under one mask, or under one for each length.
 
     - `mask`: a BlockMask, or a function of a length that returns one; `causal`: joined with a causal mask.
+    - `kernel`: as `block_sparse_attention` takes it.
     """
 
-    def __init__(self, mask: "BlockMask | Callable[[int], BlockMask]", causal: bool = False) -> None:
+    def __init__(self, mask: "BlockMask | Callable[[int], BlockMask]", causal: bool = False,
+                 kernel: str = "auto") -> None:
         if not isinstance(mask, BlockMask) and not callable(mask):
             raise TypeError(f"mask={mask!r}: expected a BlockMask, or a function of the length that returns one")
-        self._given, self.causal = mask, causal
+        self._given, self.causal, self.kernel = mask, causal, kernel
         self.mask_for = functools.lru_cache(8)(self._mask_for)
 
     def _mask_for(self, T, causal, window=None):
+        with _disable_current_modes():  # of a dry run: a mask of fake numbers has no lists
+            return self._made(T, causal, window)
+
+    def _made(self, T, causal, window):
         mask = self._given if isinstance(self._given, BlockMask) else self._given(T)
         if not isinstance(mask, BlockMask):
             raise TypeError(f"the function of the length returned a {type(mask).__name__} for {T}: expected a "
@@ -47,9 +54,21 @@ class MaskedAttention:
             mask = mask & longformer_mask(T, window, causal=causal, block=mask.block)
         return mask & causal_mask(T, block=mask.block) if causal else mask
 
+    @functools.cached_property
+    def chunk(self) -> "Callable | None":
+        """Return a function (first, end, length) → the attention of a chunk, tokens first … end − 1, over all keys so
+        far, of a sequence of `length`; None if a query may see later keys."""
+        return functools.lru_cache(1024)(lambda *places: functools.partial(
+            block_sparse_attention, mask=self._rows(*places), kernel=self.kernel)) if self.causal else None
+
+    def _rows(self, first, end, length):
+        with _disable_current_modes():
+            return self.mask_for(length, True).rows(first, end)
+
     def __call__(self, q_BHTD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor) -> torch.Tensor:
         """Return (B, H, T, V)."""
-        return block_sparse_attention(q_BHTD, k_BGTD, v_BGTD, self.mask_for(q_BHTD.shape[2], self.causal))
+        mask = self.mask_for(q_BHTD.shape[2], self.causal)
+        return block_sparse_attention(q_BHTD, k_BGTD, v_BGTD, mask, kernel=self.kernel)
 
 
 class OptimizedSparseAttention(nn.Module):
@@ -91,7 +110,7 @@ class OptimizedSparseAttention(nn.Module):
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
-def sparse(model: nn.Module, mask: "BlockMask | Callable[[int], BlockMask]") -> nn.Module:
+def sparse(model: nn.Module, mask: "BlockMask | Callable[[int], BlockMask]", kernel: str = "auto") -> nn.Module:
     """Let each attention of a causal language model look at the blocks of `mask` alone, in place; returns the model.
 
     For our GPT, and for models of transformers whose attention comes from their registry (AttentionInterface). A layer
@@ -99,11 +118,12 @@ def sparse(model: nn.Module, mask: "BlockMask | Callable[[int], BlockMask]") -> 
     is held to what it computes by its own attention.
 
     - `mask`: a BlockMask, for sequences of one length, or a function of the length. It is joined with a causal mask.
+    - `kernel`: as `block_sparse_attention` takes it.
 
     TypeError for another mask. ValueError for a model whose attention is not known, or drops weights; CutDiffers for
     one that would not compute the same; and in calls for paddings, a cache, or sinks.
     """
-    attention = MaskedAttention(mask, causal=True)
+    attention = MaskedAttention(mask, True, kernel)
     if isinstance(model, GPT):
         if model.config.dropout:
             raise ValueError(f"dropout={model.config.dropout}: expected 0, block-sparse attention drops no weights")
@@ -127,7 +147,7 @@ def _for_registry(attention):
         if sinks is not None:
             raise ValueError("an attention with sinks: expected one without, for a block-sparse mask")
         mask = attention.mask_for(q_BHTD.shape[2], attention.causal and causal, window)
-        return block_sparse_attention(q_BHTD, k_BGTD, v_BGTD, mask, scale=scale,
+        return block_sparse_attention(q_BHTD, k_BGTD, v_BGTD, mask, scale=scale, kernel=attention.kernel,
                                       score=None if softcap is None else Softcap(softcap))
 
     return attend

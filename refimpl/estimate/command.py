@@ -19,6 +19,9 @@ def add_arguments(parser):
     for name, what in (("batch", "sequences on a GPU in a step; default 1"),
                        ("sequence", "tokens of each; default: the model's context"), ("gpus", "default 1")):
         parser.add_argument(f"--{name}", type=number, metavar="N", help=what)
+    for name, what in (("window", "each token sees so many before it, by block-sparse attention"),
+                       ("global-tokens", "with --window: and the first so many")):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=what)
     parser.add_argument("--zero", type=stage, metavar="STAGE", help="0 (data parallel, the default), 1, 2 or 3")
     parser.add_argument("--recompute", action="store_true", help="keep of each block its input alone")
     for name, table in CHOICES.items():

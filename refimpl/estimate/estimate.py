@@ -114,7 +114,12 @@ def _exact(options, elsewhere):
 def _assumed(options, notes):
     """Return whose kernels run, and which values the program asked for and got placeholders of."""
     hardware = options.hardware
-    said = [] if hardware is None else [f"kernels of {hardware.name}, in PyTorch {torch.__version__.partition('+')[0]}"]
+    said = []
+    if options.window is not None:
+        said.append(f"attention: block_sparse_attention, a window of {options.window:,} tokens"
+                    + (f" and {options.global_tokens:,} that all see" if options.global_tokens else ""))
+    if hardware is not None:
+        said.append(f"kernels of {hardware.name}, in PyTorch {torch.__version__.partition('+')[0]}")
     return said + [note for note in notes if not note.startswith(NOT_COUNTED)]
 
 

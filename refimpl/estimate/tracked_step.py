@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .. import memory
+from ..attention import longformer_mask, sparse
 from ..checkpointing import recompute
 from ..mixed_precision import MixedPrecisionOptimizer
 from ..model import GPT, built_in
@@ -52,6 +53,8 @@ def train(comm, model, options):
     count = sum(p.numel() for p in network.parameters())
     if not any(p.requires_grad for p in network.parameters()):
         raise ValueError(f"{model}: none of its {count:,} parameters needs a gradient: nothing would be trained")
+    if options.window is not None:
+        _narrow(network, options)
     if options.recompute:
         _recompute(network)
     with memory.track(network, args, kwargs) as whole:
@@ -125,6 +128,13 @@ def _loss(model, args, kwargs, options):
                          "gradient, alone, first of a tuple, or as `.loss` or [\"loss\"]; let the function return a "
                          "module that computes one")
     return loss
+
+
+def _narrow(model, options):
+    def mask(T):
+        return longformer_mask(T, options.window, min(options.global_tokens, T), causal=True)
+
+    sparse(model, mask, kernel="tiled" if options.hardware is None else "triton")
 
 
 def _recompute(model):

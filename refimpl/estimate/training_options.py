@@ -46,6 +46,8 @@ class Options:
     - `batch`: sequences of one rank in a step. `sequence`: tokens of each; None: the model's context.
     - `precision`, `optimizer`, `attention`: see the tables of this file. `attention` None: sdpa; what transformers
       chooses for its own models, sdpa where they have it; of a model that a function builds: its own.
+    - `window`: each token sees so many before it, and the first `global_tokens`: `attention.sparse`, in place of
+      `attention`. None: all of them.
     - `zero`: the stage of ZeRO, 0 to 3, over `gpus` ranks; stage 0 on one GPU is a plain loop without an engine.
     - `recompute`: keep of each block its input alone.
     - `gpu`: a name of the catalog: whose kernels the step runs, and whether it fits. None: an H100's kernels. "cpu": a
@@ -60,6 +62,8 @@ class Options:
     gpus: int = 1
     recompute: bool = False
     attention: str | None = None
+    window: int | None = None
+    global_tokens: int = 0
     gpu: str | None = None
     builder: str = "auto"
 
@@ -75,6 +79,16 @@ class Options:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known and not (name == "attention" and self.attention is None):
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
+        for name in ("window", "global_tokens"):
+            value = getattr(self, name)
+            if (type(value) is not int or value < 0) and not (name == "window" and value is None):
+                raise ValueError(f"{name}={value!r}: expected a whole number of tokens")
+        if self.window is None and self.global_tokens:
+            raise ValueError(f"global_tokens={self.global_tokens} without a window: give window=N, the tokens that "
+                             "each one sees before it")
+        if self.window is not None and self.attention is not None:
+            raise ValueError(f"window={self.window} with attention={self.attention!r}: give one of the two; a window "
+                             "is block-sparse attention")
         if self.precision == "bf16-master" and self.gpus > 1 and not self.zero:
             raise ValueError(f"precision='bf16-master' on gpus={self.gpus} with zero=0: data parallelism updates the "
                              "parameters themselves, without masters; give zero=1 or more, or precision='bf16'")

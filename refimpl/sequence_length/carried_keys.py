@@ -32,7 +32,7 @@ class Carried:
     def __init__(self, model, batch, length):
         self.layers = [block.attention for block in model.blocks]
         c = model.config
-        self._shape = batch, c.kv_heads, length, c.head_dim
+        self._shape, self.length = (batch, c.kv_heads, length, c.head_dim), length
         self._values = [[None, None] for _ in self.layers]  # K, V
         self.gradients = None
         self.aligned = set()  # ids of attention functions whose causal mask was found aligned bottom-right
@@ -75,6 +75,8 @@ def _attend(carried, number, attention, first, last, store, mask):
         place = slice(first, last)
         k_BGSD, v_BGSD = (carry(new, carried, (number, which), place, store)
                           for which, new in enumerate((k_BGTD, v_BGTD)))
+        if chunk := getattr(attention, "chunk", None):  # a mask of blocks: the chunk's own rows of it
+            return chunk(first, last, carried.length)(q_BHTD, k_BGSD, v_BGSD)
         if attention is F.scaled_dot_product_attention and first > 0:
             # Its is_causal is aligned top-left: the chunk's first query would see the first key only.
             options = {**options, "is_causal": False, "attn_mask": mask.like(q_BHTD)}

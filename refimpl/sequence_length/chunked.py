@@ -51,10 +51,10 @@ class ChunkedSequenceProcessor:
 
     Raises TypeError for a model that is not a GPT. Raises ValueError for a `chunk_size` that is not an integer of at
     least 1, for an unknown `gradient`, for an attention module that several blocks share, and for an attention function
-    without the option `causal`: a chunk has more keys than queries, and its mask must be aligned bottom-right (the last
-    query sees every key). A function that aligns `causal` top-left, as torch's `is_causal` does, raises ValueError in
-    the second chunk; `scaled_dot_product_attention` itself is accepted and gets a mask. Tokens and targets are checked
-    as in the model.
+    that has neither the option `causal` nor, as that of `attention.sparse`, a causal mask of its own: a chunk has more
+    keys than queries, and its mask must be aligned bottom-right (the last query sees every key). A function that aligns
+    `causal` top-left, as torch's `is_causal` does, raises ValueError in the second chunk;
+    `scaled_dot_product_attention` itself is accepted and gets a mask. Tokens and targets are checked as in the model.
     """
 
     def __init__(self, model: torch.nn.Module, chunk_size: int, *, gradient: str = "full") -> None:
@@ -66,7 +66,8 @@ class ChunkedSequenceProcessor:
         if gradient not in GRADIENTS:
             raise ValueError(f"gradient={gradient!r}: expected 'full' or 'truncated'")
         for block in model.blocks:
-            if not {"causal", "is_causal"} & {*block.attention.options}:
+            causal = {"causal", "is_causal"} & {*block.attention.options}
+            if not causal and getattr(block.attention.attention, "chunk", None) is None:
                 raise ValueError(f"attention {block.attention.attention} has no option causal: a chunk has more keys "
                                  "than queries, so its mask is not the whole sequence's. Use an attention with that "
                                  "option, such as softmax_attention")

@@ -151,3 +151,16 @@ def test_joined_masks_ask_only_where_both_leave_it_open(how):
     first, second = longformer_mask(300, 40, block=32), longformer_mask(300, 100, [250], causal=True, block=32)
     joined = how(first, second)
     assert torch.equal(joined.dense(), how(first.dense(), second.dense()))
+
+
+@pytest.mark.parametrize(("first", "end"), [(0, 32), (64, 150), (40, 100), (149, 150)])
+def test_rows_of_a_mask_see_what_they_see_in_the_whole(first, end):
+    whole = bigbird_mask(150, 20, {0, 70}, 1, 0, heads=2, causal=True, block=32)
+    rows = whole.rows(first, end)
+    assert torch.equal(rows.dense(), whole.dense()[:, :, first:end, :end]) and rows.shape == (1, 2, end - first, end)
+    assert rows.pairs == int(rows.dense().sum())
+    chunks = [whole.rows(first, min(first + 64, 150)) for first in range(0, 150, 64)]
+    assert sum(len(each.by_query.blocks) for each in chunks) == len(whole.by_query.blocks)
+    for wrong in ((-1, 5), (5, 5), (0, 151)):
+        with pytest.raises(ValueError, match=r"rows .* of a mask of 150 queries"):
+            whole.rows(*wrong)

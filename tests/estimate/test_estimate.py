@@ -9,6 +9,7 @@ import torch
 from estimate_kit import as_read
 
 from refimpl import memory
+from refimpl.attention import longformer_mask
 from refimpl.comm import launch
 from refimpl.estimate import Options, estimate
 from refimpl.estimate import tracked_step as step
@@ -20,6 +21,7 @@ PLAIN = [
     ("gpt", {"precision": "bf16-master", "optimizer": "momentum"}), ("regression", {"batch": 64, "optimizer": "sgd"}),
     ("gpt2", {"attention": "eager", "recompute": True, "optimizer": "adam"}), ("llama", {"precision": "bf16"}),
     ("masked", {"batch": 2}), ("classifier", {"batch": 3, "sequence": 16}), ("t5", {"batch": 2, "sequence": 16}),
+    ("gpt", {"window": 5, "global_tokens": 2}), ("llama", {"window": 3, "batch": 2, "recompute": True}),
     ("whisper", {"batch": 2, "precision": "bf16"}), ("vit", {"batch": 4, "precision": "autocast"})]
 STATE = 5056  # bytes of the CPU generator's state
 ON_RANKS = [(name, {"zero": zero, "gpus": 2, "batch": 2, "precision": "bf16" if name == "llama" else "fp32"})
@@ -100,6 +102,19 @@ def test_the_kernel_of_attention_is_the_gpus_and_is_said(names, model, gpu, prec
     whose = gpu if gpu in ("a100-80", "t4") else "h100-sxm"  # of an AMD GPU no kernels are known
     assert f"kernels of {whose}, in PyTorch {torch.__version__.partition('+')[0]}" in found.assumed
     assert f"attention: the {kernel} kernel, as PyTorch takes it on {whose}" in found.assumed
+
+
+def test_a_window_runs_by_the_kernels_of_block_sparse_attention_on_a_gpu(names):
+    """They keep an output, its logsumexp, and the lists, once for all layers: no scores, and no tiles."""
+    found, wide, dense = (estimate(names["llama"], gpu="h100-sxm", **options) for options in (
+        {"window": 8, "global_tokens": 2}, {"window": 31}, {}))
+    assert "attention: block_sparse_attention, a window of 8 tokens and 2 that all see" in found.assumed
+    assert not any("block_sparse" in each for each in dense.assumed)
+    totals = [each.phases["forward"].total for each in (found, wide, dense)]
+    in_lists = [longformer_mask(32, *each, causal=True).nbytes for each in ((8, 2), (31,))]
+    assert totals[0] - totals[1] == in_lists[0] - in_lists[1] and max(totals[:2]) < totals[2]
+    on_a_cpu = estimate(names["llama"], gpu="cpu", window=8, global_tokens=2)
+    assert on_a_cpu.phases["forward"].total > totals[0], "there tiles are in memory"
 
 
 def test_dropout_keeps_masks_of_a_byte_on_a_gpu(names):

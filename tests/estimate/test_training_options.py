@@ -13,6 +13,9 @@ from refimpl.estimate import Options, estimate
     ({"precision": "int8"}, "precision='int8': expected one of fp32, bf16, bf16-master, autocast"),
     ({"optimizer": "lion"}, "optimizer='lion': expected one of adamw"),
     ({"attention": "flash"}, "attention='flash': expected one of sdpa, eager"),
+    ({"window": -1}, "window=-1: expected a whole number of tokens"),
+    ({"global_tokens": 4}, r"global_tokens=4 without a window: give window=N"),
+    ({"window": 8, "attention": "eager"}, "window=8 with attention='eager': give one of the two"),
     ({"precision": "bf16-master", "gpus": 2}, "with zero=0: data parallelism updates the parameters themselves"),
     ({"gpu": "h10"}, "unknown hardware 'h10'; close names: a10"),
     ({"sequence": 1025}, "sequence=1025: gpt2 has a context of 1024 tokens; give that many or less")])

@@ -80,7 +80,7 @@ def write(folder):
 def as_read(comm, cases):
     """[(peak, {phase: Ledger}, resting)] that a real rank reads of each (model, options)."""
     torch.set_num_threads(1)
-    return [read(train(comm, model, Options(**options)).trace) for model, options in cases]
+    return [read(train(comm, model, Options(gpu="cpu", **options)).trace) for model, options in cases]
 
 
 def read(trace):

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from training_step import ATTENTIONS
 
 from refimpl import memory
+from refimpl.attention import MaskedAttention, causal_mask, longformer_mask, sparse
 from refimpl.checkpointing import recompute
 from refimpl.mixed_precision import autocast
 from refimpl.model import GPT, softmax_attention
@@ -46,6 +47,22 @@ def test_logits_loss_and_gradients_are_those_of_the_whole(made, family, name, at
     assert torch.allclose(torch.cat(parts, 1), logits, atol=1e-9) and not parts[0].requires_grad
     with torch.no_grad():
         assert torch.allclose(process(tokens, targets), loss, rtol=1e-6)
+
+
+@pytest.mark.parametrize("chunk_size", [32, 40, 64])  # 40: chunks that begin within a block
+def test_a_mask_of_blocks_is_that_of_the_whole_sequence(made, family, chunk_size):
+    model, _, _ = made(family("llama", layers=2, context_length=200))
+    tokens, targets = torch.randint(64, (2, 2, 200), generator=torch.Generator().manual_seed(0))
+    full = model(tokens, targets).item()
+    sparse(model, lambda T: longformer_mask(T, 20, {0, 70}, block=32))
+    loss = model(tokens, targets)
+    expected, process = gradients(model, loss), ChunkedSequenceProcessor(model, chunk_size)
+    in_chunks = process(tokens, targets)
+    assert torch.allclose(in_chunks, loss, rtol=1e-6) and abs(loss.item() - full) > 1e-6
+    assert apart(gradients(model, in_chunks), expected) < 1e-6
+    model.blocks[0].attention.set_attention(MaskedAttention(lambda T: causal_mask(T, block=32)))  # is said to be none
+    with pytest.raises(ValueError, match="has no option causal"):
+        ChunkedSequenceProcessor(model, 32)
 
 
 def test_gradients_are_added_and_scaled_as_autograd_does(made, family):
