@@ -52,7 +52,7 @@ class BlockMask:
     - `pairs`: how many pairs see each other, of batch · heads · T · S. `density`, `tile_density`: shares of pairs, and
       of blocks that are listed.
 
-    `a & b` and `a | b` join two masks; `mask.nbytes` is what the lists take.
+    `a & b` and `a | b` join two masks; `mask.nbytes` is what the lists take. `figure_masks.plot_masks` draws masks.
     """
 
     def __init__(self, sees: Callable, shape: tuple, block: int, lists: Sequence[BlockLists], words: torch.Tensor,
