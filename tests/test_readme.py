@@ -14,8 +14,10 @@ from benchmarks.record import measurement
 from refimpl import catalog, cli
 from refimpl.attention import (
     attention_flops,
+    block_sparse_attention_flops,
     flash_attention_bytes,
     flash_attention_traffic,
+    longformer_mask,
     reference_attention_bytes,
     tiled_attention_bytes,
 )
@@ -224,6 +226,15 @@ def test_figures_of_attention_in_tiles_are_those_of_the_closed_forms():
     short, long = (next(row["ratio"] for row in rows_of("attention") if row["peer"] == "softmax_attention"
                         and row["what"] == f"step: tiled_attention, {T:,} tokens") for T in (1024, 4096))
     assert f"{short:.2f} times the dense step's time at 1,024 tokens and {long:.2f} at 4,096 (fp32, causal)" in line
+
+
+def test_figures_of_lists_of_blocks_are_those_of_the_closed_forms():
+    line, shape = readme_row("lists of blocks"), (1, 1, 65536, 64)
+    mask = longformer_mask(65536, 1024, causal=True)
+    share = block_sparse_attention_flops(shape, shape, mask).forward / attention_flops(shape, shape).forward
+    assert f"with a causal window of 1,024 {100 - 100 * share:.1f} % of the FLOPs" in line
+    assert f"{mask.nbytes / 1e3:.0f} KB of lists in place of {65536**2 / 1e9:.1f} GB of booleans" in line
+    assert f"{100 * mask.tile_density:.2f} % of the blocks for {100 * mask.density:.2f} % of the pairs" in line
 
 
 def test_figures_of_flash_attention_are_those_of_the_closed_forms():
