@@ -11,19 +11,19 @@ from .table import BATCH, HEADS, LENGTH, TARGETS
 HOOKS = {"": None, ", softcap": 50.0}
 
 
-def cases(chips=tuple(TARGETS), hooks=tuple(HOOKS), block=128):
-    """Make {name: Case} of the table's entries."""
+def cases(chips=tuple(TARGETS), hooks=tuple(HOOKS), block=128, change=lambda config: config):
+    """Make {name: Case} of the table's entries; `change(config)` gives another config."""
     return {f"sparse {kernel}, {str(dtype).removeprefix('torch.')}, d{D}{hook}, {chip}":
-            Case.of(_launch(kernel, chip, dtype, D, HOOKS[hook], block), TARGETS[chip])
+            Case.of(_launch(kernel, chip, dtype, D, HOOKS[hook], block, change), TARGETS[chip])
             for chip, itemsize, D in TABLE if chip in chips for dtype in (torch.bfloat16, torch.float32)
             if dtype.itemsize == itemsize for kernel in KERNELS for hook in hooks}
 
 
-def _launch(kernel, chip, dtype, D, softcap, block):
+def _launch(kernel, chip, dtype, D, softcap, block, change=lambda config: config):
     def tensor(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    config = fitted(look_up(kernel, chip, dtype.itemsize, D), block)
+    config = change(fitted(look_up(kernel, chip, dtype.itemsize, D), block))
     q, k, v, out, d_out, dq, dk, dv = (tensor(BATCH, HEADS, LENGTH, D) for _ in range(8))
     lse, delta = (tensor(BATCH, HEADS, LENGTH, dtype=torch.float32) for _ in range(2))
     owners = LENGTH // block

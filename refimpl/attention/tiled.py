@@ -45,8 +45,7 @@ def tiled_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Te
     """Compute `reference_attention` in tiles: same arguments, same result, same dropout mask for the same seed.
     Autograd keeps the output and one logsumexp per row; backward computes the weights again.
 
-    - `query_tile`, `key_tile`: sizes of a tile; tiles that are masked altogether (above the diagonal, outside the
-      window) are skipped.
+    - `query_tile`, `key_tile`: sizes of a tile; those of which no pair is seen, by `causal` or `window`, are skipped.
 
     Raises as the reference does, ValueError for a tile of no positive size, and RuntimeError where its backward would
     be differentiated, under transforms of torch.func, for forward-mode derivatives and for a batch of gradients: use
@@ -143,8 +142,7 @@ def _forward_tile(q_BHTD, k_BGSD, v_BGSV, sinks_H, out_BHTV, lse_BHT1, part, row
         m_BGR1 = _online(q_BGRD, k_BGSD, v_BGSV, m_BGR1, l_BGR1, out_BGRV, part, rows, keys)
     if part.call.may_hide:
         l_BGR1.masked_fill_(l_BGR1 == 0, 1)  # a mask has hidden every key: zeros, and ln 1 − ∞
-    out_BGRV.div_(l_BGR1 * (1 - part.call.dropout_p))  # one division for softmax and dropout
-    part.store(out_BHTV, rows, out_BGRV)
+    part.store(out_BHTV, rows, out_BGRV.div_(l_BGR1 * (1 - part.call.dropout_p)))  # once for softmax and dropout
     part.store(lse_BHT1, rows, l_BGR1.log_().add_(m_BGR1))
 
 
@@ -154,21 +152,16 @@ def _online(q_BGRD, k_BGSD, v_BGSD, m_BGR1, l_BGR1, out_BGRD, part, rows, keys):
     s_BGRS = q_BGRD @ part.load(k_BGSD, keys).mT
     if part.call.score is not None:
         s_BGRS = part.by_hook(part.call.score.forward, s_BGRS, rows, keys)
-    part.fill_masked(s_BGRS, rows, keys)
+    part.fill_masked(s_BGRS, rows, keys, -math.inf)
     m_new_BGR1 = torch.maximum(m_BGR1, s_BGRS.amax(dim=-1, keepdim=True))
     top_BGR1 = m_new_BGR1.masked_fill(m_new_BGR1 == -math.inf, 0)  # a row with nothing yet: −∞ − (−∞) would be NaN
-    p_BGRS = exp_(s_BGRS.sub_(top_BGR1))
-    shrink_BGR1 = exp_(m_BGR1 - top_BGR1)
+    p_BGRS = part.exp_(s_BGRS.sub_(top_BGR1))
+    shrink_BGR1 = part.exp_(m_BGR1 - top_BGR1)
     l_BGR1.mul_(shrink_BGR1).add_(p_BGRS.sum(dim=-1, keepdim=True))
     if dropped_BGRS is not None:  # l is the sum of all weights: dropout comes after the softmax
         p_BGRS.masked_fill_(dropped_BGRS, 0)
     out_BGRD.mul_(shrink_BGR1).add_(p_BGRS @ part.load(v_BGSD, keys))
     return m_new_BGR1
-
-
-def exp_(x: torch.Tensor) -> torch.Tensor:
-    """Replace x by e^x, as 2^(x · log2 e): a CPU's e^x takes 5 to 50 times as long at −∞, and where it underflows."""
-    return x.mul_(math.log2(math.e)).exp2_()
 
 
 # --- backward --------------------------------------------------------------------------------------------------------
@@ -196,7 +189,7 @@ def _backward_tiles(q_BHTD, k_BGSD, v_BGSV, out_BHTV, lse_BHT1, d_out_BHTV, d_ls
             _backward_tile(q, k, v, out, lse, d_out, d_lse, dq, dk, dv, part, rows, spans)
 
 
-def _delta(out, d_out, d_lse):
+def _delta(out, d_out, *d_lse):
     """Return Δ = rowsum(dO ∘ O) = rowsum(P ∘ dP), with dropout too; less the logsumexp's own gradient: dL/dS = P."""
     delta = out.mul_(d_out).sum(dim=-1, keepdim=True)
     return delta.sub_(d_lse[0]) if d_lse else delta
@@ -204,10 +197,9 @@ def _delta(out, d_out, d_lse):
 
 def _sinks(out_BHTV, lse_BHT, sinks_H, d_out_BHTV, d_lse_BHT1, sizes):
     """Return the gradient of the sinks, a sum over all rows: also over those that see nothing else."""
-    (_, H, T), d_lse, found_H = lse_BHT.shape, [] if d_lse_BHT1 is None else [d_lse_BHT1], 0
+    (_, H, T), given, found_H = lse_BHT.shape, [x for x in (out_BHTV, d_out_BHTV, d_lse_BHT1) if x is not None], 0
     for rows in tiles((0, T), sizes[0]):
-        tile, d_tile, *d_lse_tile = (load(x, rows, H) for x in (out_BHTV, d_out_BHTV, *d_lse))  # each head a group
-        delta_BHT = _delta(tile, d_tile, d_lse_tile)[..., 0]
+        delta_BHT = _delta(*(load(x, rows, H) for x in given))[..., 0]  # each head a group of its own
         found_H = found_H + sink_gradient(sinks_H, lse_BHT[:, :, slice(*rows)], delta_BHT)
     return found_H.to(sinks_H.dtype)
 
@@ -216,7 +208,7 @@ def _backward_tile(q_BHTD, k_BGSD, v_BGSV, out_BHTV, lse_BHT1, d_out_BHTV, d_lse
                    rows, spans):
     """Differentiate one tile of queries: a loop over the keys that it sees, `spans`."""
     d_out_BGRV = part.load(d_out_BHTV, rows)
-    delta_BGR1 = _delta(part.load(out_BHTV, rows), d_out_BGRV, [part.load(x, rows) for x in d_lse])
+    delta_BGR1 = _delta(part.load(out_BHTV, rows), d_out_BGRV, *(part.load(x, rows) for x in d_lse))
     q_BGRD = part.load(q_BHTD, rows).mul_(part.call.scale)
     lse_BGR1, dq_BGRD = part.load(lse_BHT1, rows), torch.zeros_like(q_BGRD)
     if part.call.may_hide:
@@ -235,7 +227,7 @@ def _gradients(q_BGRD, k_BGSD, v_BGSV, lse_BGR1, d_out_BGRV, delta_BGR1, dq_BGRD
         # before forward: the derivative is at the scores that the hook got
         slope_BGRS = part.by_hook(hook.derivative, p_BGRS, rows, keys)
         p_BGRS = part.by_hook(hook.forward, p_BGRS, rows, keys)
-    exp_(part.fill_masked(p_BGRS.sub_(lse_BGR1), rows, keys))
+    part.fill_masked(part.exp_(p_BGRS.sub_(lse_BGR1)), rows, keys, 0)
     dp_BGRS = d_out_BGRV @ v_BGSV.mT
     if dropped_BGRS is None:
         part.add(dv_BGSV, keys, p_BGRS.mT @ d_out_BGRV)

@@ -2,7 +2,6 @@
 by a hook in one of them.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -38,6 +37,8 @@ class SequenceTiles(NamedTuple):
         queries, keys, _ = self.sequence
         return [x[:, :, slice(*queries)] for x in by_query] + [x[:, :, slice(*keys)] for x in by_key]
 
+    exp_ = staticmethod(torch.Tensor.exp_)
+
     def load(self, x_BHTD, span):
         """Copy the rows `span` = (first, end) of x into a tile."""
         return load(x_BHTD, span, self.heads[2])
@@ -51,12 +52,11 @@ class SequenceTiles(NamedTuple):
         """Add a tile to the rows `span`."""
         x_BGSD[:, :, slice(*span)].add_(tile_BGSD)
 
-    def fill_masked(self, tile_BGRS, rows, keys):
-        """Write −∞ where a row does not see a key. Returns the tile, (B, G, H/G · rows, keys)."""
+    def fill_masked(self, tile_BGRS, rows, keys, value):
+        """Write `value` where a row does not see a key. Returns the tile, (B, G, H/G · rows, keys)."""
         mask_TS = self.sequence.band.mask(rows, keys, self.device)
         if mask_TS is not None:
-            # one mask for the H/G heads that share the key
-            tile_BGRS.unflatten(2, (-1, len(mask_TS))).masked_fill_(mask_TS, -math.inf)
+            tile_BGRS.unflatten(2, (-1, len(mask_TS))).masked_fill_(mask_TS, value)  # one for H/G heads
         return tile_BGRS
 
     def places(self, rows, keys):

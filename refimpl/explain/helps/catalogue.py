@@ -48,6 +48,8 @@ TECHNIQUES = [Technique(*each) for each in (
      "the_logits_are_the_peak", "memory_efficient_mlps(model)"),
     ("attention", "attention", "attention in tiles", "one product of six more", "attention_in_tiles",
      "flash_attention(q, k, v, causal=True)"),
+    ("sparse", "attention", "masks as lists of blocks, and no other block computed", "a mask is cut once, on the host",
+     "masks_that_skip_tiles", "block_sparse_attention(q, k, v, mask)"),
     ("data", "zero", f"the batch on {RANKS} ranks", "an all_reduce of gradients", "data_parallel",
      "DataParallel(model, comm, optimizer)"),
     ("zero1", "zero", f"ZeRO-1 on {RANKS} ranks", "no byte more on the wire", "zero_1_and_2",

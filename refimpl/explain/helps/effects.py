@@ -66,6 +66,8 @@ EFFECTS = {
                      [tiles.products, tiles.tiles], most=[dropped(tiles.copies_of_shared_heads)], bound=tiles.bound,
                      loose=False, nothing="no scores of tokens × tokens are in memory: attention runs in tiles "
                                           "already, or there is none"),
+    "sparse": Row([dropped(MASKS), dropped(*OF_SCORES)], unless=tiles.no_masks,
+                  bound="lists of blocks, and tiles in backward, come on top"),
     "data": Row([cut(ACTIVATIONS, INPUTS), cut(*AS_THE_BATCH)],
                 unless=lambda timeline: "the batch has one row" if batches.most_rows(timeline) == 1 else "",
                 bound="gradients on their way are in buckets"),

@@ -2,7 +2,7 @@
 
 from ...attention import tiled_attention_bytes
 from ...memory.storage_records import BACKWARD, FORWARD
-from ..kinds import OF_SCORES, SOFTMAXES
+from ..kinds import MASKS, OF_SCORES, SOFTMAXES
 
 SHARED = "what tiles keep of q, k and v is not counted, where keys and values are shared by heads"
 
@@ -47,6 +47,13 @@ def tiles(timeline):
             gone = B * H * T * D * 4  # dO: dense attention has let it go by then, and v for dV, which the form has
             spans += [(int(timeline.freed[product]), end, form.kept), (end - 1, end, form.peak - form.kept + gone)]
     return spans
+
+
+def no_masks(timeline):
+    """Say that there are no masks, if so."""
+    kinds = timeline.kinds
+    masks = any(kinds[i] == MASKS and timeline.nbytes[i] for i in range(len(timeline.records)))
+    return "" if masks else "no mask of tokens × tokens is in memory"
 
 
 def bound(timeline):

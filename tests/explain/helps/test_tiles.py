@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from explain_kit import recorded
+from explain_kit import PROGRAMS, helps_of, recorded
 
 from refimpl.explain.helps.effects import EFFECTS
 
@@ -38,3 +38,18 @@ def test_every_step_is_changed_alike(tmp_path):
                      for step in timeline.steps)
     assert first == second and first.total() + second.total() == len(spans)
     assert first[-2 * 4 * 48 * 16 * 4 // 2] >= 2 and first[-2 * 4 * 48 * 48 * 4] >= 2
+
+
+def test_masks_as_lists_of_blocks(tmp_path):
+    """What is promised of the program's mask is a bound, and nearly what `sparse` saves."""
+    text = (PROGRAMS / "dense_mask.py").read_text()
+    begin, end = text.index("    same = "), text.index("    model(")
+    other = text[:begin] + text[end:].replace("position_ids=position, attention_mask=mask, ", "")
+    other = other.replace("optimizer = ", "ids = torch.arange(2048)[None] // 256\n"
+                          "sparse(model, lambda T: documents_mask(ids), kernel='tiled')\noptimizer = ")
+    dense = recorded(tmp_path / "dense.py", text)
+    lists = recorded(tmp_path / "lists.py", "from refimpl.attention import documents_mask, sparse\n" + other)
+    promise = helps_of(dense)["sparse"]
+    saved = dense.last_peak - lists.last_peak
+    assert promise.bound and saved - 2048 <= promise.saves <= 1.3 * saved
+    assert helps_of(lists)["sparse"].why == "no mask of tokens × tokens is in memory"
