@@ -14,7 +14,7 @@ def plot_masks(masks, batch=0, head=0):
     """Draw one panel for each of {name: BlockMask}, of one sequence and head: blocks that are full, partial (with the
     pairs that are seen, in masks of up to 2048 × 2048) and not listed. Titles have the densities of the whole mask.
     Returns a matplotlib Figure."""
-    figure = MemoryFigure(figsize=(2.5 * len(masks) + 0.3, 3.6), layout="constrained", facecolor="white")
+    figure = MemoryFigure(figsize=(2.5 * len(masks) + 0.3, 3.6), layout="compressed", facecolor="white")
     figure.labels = list(masks)
     for axes, (name, mask) in zip(figure.subplots(1, len(masks), squeeze=False)[0], masks.items(), strict=True):
         axes.imshow(shown(mask, batch, head).numpy(), cmap=ListedColormap(COLOURS), vmin=0, vmax=3,
