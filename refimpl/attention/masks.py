@@ -12,6 +12,7 @@ Longformer (Beltagy et al. 2020), section 3.1: a window, dilated or not, and glo
 2020), section 2: these, and random blocks. Lists of blocks, as FlexAttention has them (Dong et al. 2024).
 """
 
+import contextlib
 import functools
 import operator
 import weakref
@@ -19,11 +20,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 AT_ONCE = 2**22  # pairs that a predicate is asked for at a time
 NONE, SOME, ALL = 0, 1, 2  # of the pairs of a block
 ASK = SOME  # a hint: the predicate tells
+INTS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 BLOCKS = (32, 64, 128, 256)  # sizes of a block: words of 32 bits, and tiles of the kernels divide them
+
+
+@contextlib.contextmanager
+def _on_host():
+    """Make numbers on the CPU, real ones: also in a dry run, and where another device is the default."""
+    with _disable_current_modes(), torch.device("cpu"):
+        yield
 
 
 class BlockLists(NamedTuple):
@@ -64,6 +74,7 @@ class BlockMask:
         self.in_dry_run = weakref.WeakKeyDictionary()  # mode of fake tensors → stand-ins of the lists, by name
 
     @classmethod
+    @_on_host()
     def of(cls, sees: Callable, T: int, S: int | None = None, *, batch: int = 1, heads: int = 1, block: int = 128,
            hint: Callable | None = None) -> "BlockMask":
         """Cut a predicate into blocks. `sees(b, h, i, j)` gets int64 tensors that broadcast, and returns a boolean one:
@@ -138,6 +149,7 @@ class BlockMask:
             self._there[device] = BlockMask(self.sees, self.shape, self.block, lists, self.words.to(device), self.pairs)
         return self._there[device]
 
+    @_on_host()
     def rows(self, first: int, end: int) -> "BlockMask":
         """Return the mask of queries first … end − 1 over the keys up to the last of them: of a chunk of a sequence.
 
@@ -151,12 +163,14 @@ class BlockMask:
         return BlockMask.of(self.sees, end - first, end, batch=self.shape[0], heads=self.shape[1], block=n,
                             hint=None if first % n else lambda b, h, R, C: hints)
 
+    @_on_host()
     def dense(self) -> torch.Tensor:
         """Return the mask as booleans, (batch, heads, T, S): for tests and drawings of short sequences."""
         batch, heads, T, S = self.shape
         b, h, i, j = (torch.arange(n) for n in self.shape)
         return self.sees(b.view(-1, 1, 1, 1), h.view(-1, 1, 1), i[:, None] + (S - T), j).expand(self.shape)
 
+    @_on_host()
     def kinds(self) -> torch.Tensor:
         """Return (batch, heads, blocks of queries, blocks of keys) int8: NONE not listed, SOME partial, ALL full."""
         owners, (rows, columns) = len(self.by_query.full), self.grid
@@ -184,6 +198,7 @@ def causal_mask(seq_len: int, *, block: int = 128) -> BlockMask:
     return BlockMask.of(lambda b, h, i, j: j <= i, seq_len, block=block, hint=_causal)
 
 
+@_on_host()
 def longformer_mask(seq_len: int, window: int, global_tokens: int | Iterable[int] = 0, dilation: int = 1, *,
                     causal: bool = False, block: int = 128) -> BlockMask:
     """Return Longformer's mask: a query sees keys at most `window` steps of `dilation` away, and the global tokens,
@@ -219,6 +234,7 @@ def _longformer(seq_len, window, global_tokens, dilation, block):
     return sees, hint
 
 
+@_on_host()
 def bigbird_mask(seq_len: int, window: int, global_tokens: int | Iterable[int], random_blocks: int, seed: int, *,
                  heads: int = 1, causal: bool = False, block: int = 128) -> BlockMask:
     """Return BigBird's mask: Longformer's, and for each block of queries `random_blocks` blocks of keys more, drawn by
@@ -235,8 +251,8 @@ def bigbird_mask(seq_len: int, window: int, global_tokens: int | Iterable[int], 
                          f"at most {count}")
     rows, columns = torch.arange(count)[:, None], torch.arange(count)
     taken = (hint(0, 0, rows, columns) != NONE) | ((columns >= rows) & causal)
-    lots = torch.rand(heads, count, count, generator=torch.Generator().manual_seed(seed)).masked_fill(taken, -1)
-    most, index = lots.topk(random_blocks)
+    lots = torch.rand(heads, count, count, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    most, index = lots.masked_fill_(taken, -1).topk(random_blocks)
     drawn = torch.zeros(lots.shape, dtype=torch.bool).scatter_(2, index, most >= 0)
 
     def sees_more(b, h, i, j):
@@ -246,12 +262,13 @@ def bigbird_mask(seq_len: int, window: int, global_tokens: int | Iterable[int], 
                  block, heads=heads)
 
 
+@_on_host()
 def documents_mask(ids: torch.Tensor, *, causal: bool = False, block: int = 128) -> BlockMask:
     """Return the mask by which a query sees keys of its own document. `ids`: (batch, seq_len) ints, each token's, in
     any order. Raises as `BlockMask.of` does, and ValueError for ids of another shape or that are no ints."""
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+    if not (isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.numel()) or ids.dtype not in INTS:
         raise ValueError(f"ids are {_described(ids)}: expected ints of shape (batch, seq_len)")
-    ids = ids.cpu()
+    ids = ids.to("cpu", copy=True)  # what is written to a batch later is not of this mask
     rows = -(-ids.shape[1] // block)
     # of each block the least and the most: two that do not overlap have no document in common
     padded = [torch.nn.functional.pad(ids, (0, rows * block - ids.shape[1]), value=value).view(len(ids), rows, block)
@@ -266,14 +283,15 @@ def documents_mask(ids: torch.Tensor, *, causal: bool = False, block: int = 128)
     return _mask(lambda b, h, i, j: ids[b, i] == ids[b, j], hint, ids.shape[1], causal, block, batch=len(ids))
 
 
+@_on_host()
 def prefix_mask(lengths: torch.Tensor, seq_len: int, *, block: int = 128) -> BlockMask:
     """Return a causal mask by which all queries also see the first `lengths[b]` keys: (batch,) ints.
 
     Raises as `BlockMask.of` does, and ValueError for a prefix longer than the sequence, or below 0.
     """
-    if not isinstance(lengths, torch.Tensor) or lengths.ndim != 1 or lengths.is_floating_point():
+    if not isinstance(lengths, torch.Tensor) or lengths.ndim != 1 or lengths.dtype not in INTS:
         raise ValueError(f"lengths are {_described(lengths)}: expected ints of shape (batch,)")
-    lengths = lengths.cpu().long()
+    lengths = lengths.to("cpu", torch.int64, copy=True)
     if len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= seq_len:
         raise ValueError(f"lengths={lengths.tolist()} with {seq_len} tokens: expected 0 to {seq_len}")
     return BlockMask.of(
@@ -295,9 +313,10 @@ def _mask(sees, hint, seq_len, causal, block, **sizes):
 
 def _globals(tokens, seq_len, block):
     """Return booleans, for each token, and up to the end of the last block: whether it is global."""
-    places = range(tokens) if isinstance(tokens, int) and not isinstance(tokens, bool) else tokens
     try:
-        places = torch.as_tensor(list(places), dtype=torch.int64)
+        places = list(range(tokens) if type(tokens) is int else tokens)
+        torch.iinfo(torch.as_tensor(places or [0]).dtype)  # TypeError for booleans and floats: no positions
+        places = torch.as_tensor(places, dtype=torch.int64)
     except (TypeError, ValueError):
         raise TypeError(f"global_tokens={tokens!r}: expected how many, or their positions") from None
     if isinstance(tokens, int) and not 0 <= tokens <= seq_len or len(places) and not (
@@ -401,6 +420,7 @@ def _lists(where, kinds, patterns, shape, block, transposed):
     return BlockLists.of(torch.cat([ends, ends[:-1] + full, C[order], patterns[order]]).to(torch.int32), owners)
 
 
+@_on_host()
 def _joined(first, second, how):
     if not isinstance(second, BlockMask):
         raise TypeError(f"a BlockMask with {_described(second)}: expected another one")

@@ -6,6 +6,7 @@ import operator
 import pytest
 import torch
 
+from refimpl import memory
 from refimpl.attention.masks import (
     ALL,
     ASK,
@@ -20,6 +21,7 @@ from refimpl.attention.masks import (
 )
 
 IDS = torch.tensor([[0] * 70 + [1] * 100 + [2] * 30, [3, 1, 3] * 66 + [3, 3]])
+LENGTHS = torch.tensor([0, 100, 200])
 MASKS = {
     "causal": lambda block, length=200: causal_mask(length, block=block),
     "window": lambda block: longformer_mask(200, 20, block=block),
@@ -30,7 +32,7 @@ MASKS = {
     "causal bigbird": lambda block: bigbird_mask(200, 10, 2, 2, 5, heads=2, causal=True, block=block),
     "documents": lambda block: documents_mask(IDS, block=block),
     "causal documents": lambda block: documents_mask(IDS, causal=True, block=block),
-    "prefixes": lambda block: prefix_mask(torch.tensor([0, 100, 200]), 200, block=block),
+    "prefixes": lambda block: prefix_mask(LENGTHS, 200, block=block),
     "any predicate": lambda block: BlockMask.of(lambda b, h, i, j: (i * 7 + j * 3 + h) % 11 < b, 150, 200, batch=3,
                                                 heads=2, block=block),
     "nothing": lambda block: BlockMask.of(lambda b, h, i, j: i + j < 0, 40, block=block),
@@ -91,6 +93,33 @@ def test_masks_are_those_of_the_papers():
     assert torch.equal(mask.words, bigbird_mask(640, 10, 1, 2, seed=7, heads=2, block=32).words)
 
 
+def test_what_is_written_to_ids_or_lengths_later_is_not_of_the_mask():
+    ids, lengths = IDS.clone(), torch.tensor([0, 100])
+    masks = documents_mask(ids, block=32), prefix_mask(lengths, 200, block=32)
+    seen = [(mask & causal_mask(200, block=32)).dense() for mask in masks]
+    ids.zero_(), lengths.fill_(200)
+    assert all(torch.equal((mask & causal_mask(200, block=32)).dense(), each)
+               for mask, each in zip(masks, seen, strict=True))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_defaults_of_the_process_change_no_mask(name):
+    before = MASKS[name](32)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            after = MASKS[name](32)
+            assert torch.equal(after.by_query.whole, before.by_query.whole) and torch.equal(after.words, before.words)
+            assert torch.equal(after.dense(), before.dense())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_mask_is_made_inside_a_dry_run():
+    made = memory.dry_run(lambda: longformer_mask(200, 9, 2, block=32) & causal_mask(200, block=32)).result
+    assert torch.equal(made.dense(), longformer_mask(200, 9, 2, block=32, causal=True).dense())
+
+
 def test_a_window_takes_bytes_for_its_blocks_and_for_two_patterns():
     sizes = []
     for T in (4096, 8192):
@@ -126,10 +155,13 @@ def test_the_predicate_is_asked_about_blocks_that_are_in_doubt_alone():
     (lambda: longformer_mask(10, 2, 11), ValueError, "global_tokens=11 with seq_len=10"),
     (lambda: longformer_mask(10, 2, [3, 10]), ValueError, r"global_tokens=\[3, 10\] with seq_len=10"),
     (lambda: longformer_mask(10, 2, "all"), TypeError, "global_tokens='all': expected how many"),
+    (lambda: longformer_mask(10, 2, torch.ones(10, dtype=torch.bool)), TypeError, "expected how many, or their pos"),
+    (lambda: longformer_mask(10, 2, [1, 2.5]), TypeError, r"global_tokens=\[1, 2.5\]: expected how many"),
     (lambda: longformer_mask(10, 2, dilation=0), ValueError, "dilation=0: expected at least 1"),
     (lambda: longformer_mask(10, 2, block=100), ValueError, "block=100: expected one of 32, 64, 128, 256"),
     (lambda: bigbird_mask(100, 2, 0, 5, 0, block=32), ValueError, "random_blocks=5 with 4 blocks of 32 in 100 tokens"),
     (lambda: documents_mask(torch.zeros(5)), ValueError, "ids are torch.float32 of shape"),
+    (lambda: documents_mask(torch.zeros(1, 0, dtype=torch.int64)), ValueError, r"of shape \(1, 0\): expected ints"),
     (lambda: prefix_mask(torch.tensor([9]), 8), ValueError, r"lengths=\[9\] with 8 tokens"),
     (lambda: BlockMask.of(lambda b, h, i, j: i - j, 10), TypeError, "the predicate returned torch.int64 of shape"),
     (lambda: BlockMask.of(lambda b, h, i, j: i >= j and i > 0, 10), ValueError, "with & and | in place of `and`"),
