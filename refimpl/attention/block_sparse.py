@@ -124,9 +124,13 @@ def mask_of(mask, q_BHTD, k_BGSD):
 def cut(attn_mask: torch.Tensor, T: int, S: int, block: int = 128) -> BlockMask:
     """Cut an `attn_mask`, booleans or numbers to add that broadcast to (batch, heads, T, S), into blocks.
 
-    Raises ValueError for another shape, or for numbers besides 0 and −∞ (or the least of its dtype).
+    Raises ValueError for another shape, for numbers besides 0 and −∞ (or the least of its dtype), for one that needs a
+    gradient, and for one of a dry run, which has no values.
     """
     check_block(block)
+    if attn_mask.requires_grad or is_dry(attn_mask):
+        raise ValueError("an attn_mask that needs a gradient, or of a dry run, without values: expected one that is "
+                         "known beforehand, such as a BlockMask; numbers that are learned are a hook's to add (score=)")
     seen = attn_mask.detach().cpu()
     if seen.ndim not in (2, 3, 4) or any(own not in (1, size) for own, size in zip(seen.shape[-2:], (T, S),
                                                                                  strict=True)):

@@ -77,6 +77,14 @@ def test_an_attn_mask_is_cut_once_and_again_when_it_was_written_to(monkeypatch):
     assert len(cuts) == 4
 
 
+def test_an_attn_mask_that_would_get_no_gradient_or_has_no_values_is_refused():
+    q, k, v, _ = kit.inputs(1, 2, 2, 40, 40)
+    with pytest.raises(ValueError, match="an attn_mask that needs a gradient"):
+        TILED(q, k, v, torch.zeros(40, 40, requires_grad=True))
+    with pytest.raises(ValueError, match="or of a dry run, without values"):
+        memory.dry_run(TILED, q, k, v, torch.ones(40, 40, dtype=torch.bool))
+
+
 def test_an_attn_mask_that_broadcasts_is_cut_for_each_length():
     keys = torch.rand(1, 90) < 0.5
     for T in (70, 40):
