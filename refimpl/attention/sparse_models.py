@@ -62,8 +62,7 @@ class MaskedAttention:
             block_sparse_attention, mask=self._rows(*places), kernel=self.kernel)) if self.causal else None
 
     def _rows(self, first, end, length):
-        with _disable_current_modes():
-            return self.mask_for(length, True).rows(first, end)
+        return self.mask_for(length, True).rows(first, end)
 
     def __call__(self, q_BHTD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor) -> torch.Tensor:
         """Return (B, H, T, V)."""
@@ -156,8 +155,12 @@ def _for_registry(attention):
 def _prove(model, give):
     with torch.enable_grad():
         toy, _, tokens, whole = whole_of(model)
-        every = MaskedAttention(lambda T: causal_mask(T, block=32), causal=True)
+        met = []  # lengths that its attention was asked for
+        every = MaskedAttention(lambda T: met.append(T) or causal_mask(T, block=32), causal=True)
         given = give(copy.deepcopy(toy), _for_registry(every))
         if differs := difference(whole, computed(given, lambda: ask("results", given, tokens))):
             raise CutDiffers(f"{type(model).__name__}, by block-sparse attention under a full causal mask, would not "
                              f"compute what it does: {differs}, found on {ask('size', toy)}")
+        if not met:
+            raise ValueError(f"{type(model).__name__} takes no attention from the registry of transformers, found on "
+                             f"{ask('size', toy)}: call block_sparse_attention in its attention by hand")

@@ -100,7 +100,8 @@ def attention_of(model):
 
 def _give(model, attention):
     attend_by(model, attention, MASKED)
-    model.register_forward_pre_hook(_whole, with_kwargs=True)
+    for each in {model, model.base_model}:  # the latter is also called by itself
+        each.register_forward_pre_hook(_whole, with_kwargs=True)
     return model
 
 
