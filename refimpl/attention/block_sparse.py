@@ -373,6 +373,8 @@ def block_sparse_attention_bytes(q_shape: Shape, k_shape: Shape, mask: BlockMask
         peak   kept + e·BHT·D + w·BGS·(D + V) + limits
                + w·(n·(2D + V) + m·(D + V) + 2n + 2n·keys + max(n·D, m·D, m·V))
 
+    A pattern is unpacked in n² bytes more, which is the peak where tiles are smaller than that.
+
     Raises as `block_sparse_attention` does.
     """
     check_fits(q_shape, k_shape, mask, dtype, v_dim)
@@ -382,7 +384,8 @@ def block_sparse_attention_bytes(q_shape: Shape, k_shape: Shape, mask: BlockMask
     if kernels:
         return AttentionBytes(kept, kept + e * (B * H * T * D + keys) + w * B * H * T)
     q, k = (torch.empty(tuple(shape), device="meta") for shape in (q_shape, k_shape))
-    tile_bytes, limits = [e * keys * (e != w)], w * mask.block**2 * len(mask.words) * (len(mask.words) <= FEW)
+    limits = w * mask.block**2 * len(mask.words) * (len(mask.words) <= FEW)
+    tile_bytes = [e * keys * (e != w), limits // w * (w + 1)]  # dK and dV rounded; limits beside booleans
     part, = BlockSparseCall(1.0, None, mask).parts(q, k)
     for rows, chunks in part.tiles((mask.block, AT_ONCE), lambda shape: True):
         of_query, of_key = (len(rows.lists) * math.prod(heads) for heads in (part.heads[:2], part.heads[::2]))
