@@ -145,6 +145,16 @@ def test_bytes_are_the_closed_form(mask, T, H, G, dtype):
     assert form.peak < 2 * 2 * H * T * T * 4, "less than one matrix of scores and one of weights"
 
 
+@pytest.mark.parametrize(("T", "dtype"), [(1, torch.float16), (33, torch.float64), (65, torch.float32)])
+def test_bytes_of_tiles_that_are_smaller_than_a_pattern(T, dtype):
+    given, mask = kit.inputs(3, 2, 1, T, T, 8, dtype, V=5), causal_mask(T, block=64)
+    with memory.track(*given, mask.words) as tracked:
+        before = tracked.now.total
+        torch.autograd.grad(TILED(*given[:3], mask), given[:3], given[3])
+    form = block_sparse_attention_bytes((3, 2, T, 8), (3, 1, T, 8), mask, dtype, v_dim=5, kernels=False)
+    assert tracked.peak.total - before == form.peak
+
+
 @pytest.mark.parametrize("kernel", ["tiled", "triton"])
 def test_64k_tokens_with_a_window_of_1k_are_linear(kernel):
     def step(T, mask):
