@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..common.derivatives import refuse_transforms
 from ..common.nested_tensors import is_dry
 from .call.arguments import INSTEAD, check_scale, check_tensors
+from .call.sequence_tiles import SequenceTiles
 from .call.sequences import Band, Sequence, tiles
 from .flash import KERNEL_DTYPES, check_for_kernels, kernels_run_on
 from .kernels.sparse_operators import sparse_attention_forward
@@ -288,15 +289,12 @@ class BlockTiles(NamedTuple):
         """Return (n, n) numbers: +∞ where a row sees a key, −∞ where it does not."""
         return _limits(self.call.mask, self.like, pattern) if self.limits is None else self.limits[pattern]
 
-    def by_hook(self, function, s_BGRS, rows, keys):
-        """Return `function` of the scores of a tile, as SequenceTiles does."""
-        by_head = self._by_head(s_BGRS, rows)
-        shape = (len(by_head), 1) if by_head.ndim == 3 else by_head.shape[-4:-2]
-        s_BHTS = by_head.view(*shape, *by_head.shape[-2:])
-        found = function(s_BHTS, *self.places(rows, keys))
-        if not isinstance(found, torch.Tensor):
-            return found
-        return (found if found.shape == s_BHTS.shape else found.expand_as(s_BHTS).contiguous()).reshape(s_BGRS.shape)
+    def by_head(self, tile, rows):
+        """Return a tile of scores as (B or lists, H or 1, rows, keys)."""
+        by_list = self._by_head(tile, rows)
+        return by_list.unsqueeze(1) if by_list.ndim == 3 else by_list.flatten(0, -4)
+
+    by_hook = SequenceTiles.by_hook
 
     def places(self, rows, keys):
         """Return (b, h, q_idx, k_idx) of a tile, for hooks."""

@@ -65,13 +65,17 @@ class SequenceTiles(NamedTuple):
         b, h, i, j = (torch.arange(*each, device=self.device) for each in (batch, (0, self.heads[1]), rows, keys))
         return b.view(-1, 1, 1, 1), h.view(-1, 1, 1), i[:, None] + (self.sequence.band.S - self.sequence.band.T), j
 
+    def by_head(self, tile_BGRS, rows):
+        """Return a tile of scores as (B, H, rows, keys)."""
+        return tile_BGRS.view(*self.heads[:2], -1, tile_BGRS.shape[-1])
+
     def by_hook(self, function, s_BGRS, rows, keys):
         """Return `function` of the scores of a tile, a hook's forward or derivative; (B, G, H/G · rows, keys).
 
         The caller writes to it. It is no view by `expand`, even of one shape to the same: torch.compile turns a write
         to that into base + (new − base), which is NaN where the base is −∞.
         """
-        s_BHTS = s_BGRS.view(*self.heads[:2], -1, s_BGRS.shape[-1])
+        s_BHTS = self.by_head(s_BGRS, rows)
         found = function(s_BHTS, *self.places(rows, keys))
         if not isinstance(found, torch.Tensor):
             return found
