@@ -13,6 +13,7 @@ Sizes of the toy, by the config's own names for them:
     hidden      its ratio to heads × head is the model's; what else is large goes in proportion to it, a multiple of 12
     layers      until each kind of layer has come and two more, 4 at least
     tokens      96 kinds, sequences of 12;  windows and chunks 4;  6 experts
+    images      of 4 × 4 patches
 """
 
 import copy
@@ -64,7 +65,7 @@ def toy_of(model, whole_windows=False):
         try:
             toy = _built(model, shrunk(config, head, ranks, window))
             with InFP64(), torch.no_grad():
-                copy.deepcopy(toy)(input_ids=tokens_of(toy), use_cache=False)  # some keep what they saw
+                copy.deepcopy(toy)(**_named(toy, tokens_of(toy)))  # some keep what they saw
             return toy, ranks
         except Exception as error:  # whatever a class says of sizes that do not divide
             first = first or error
@@ -73,17 +74,27 @@ def toy_of(model, whole_windows=False):
 
 
 def tokens_of(toy, rows=2, length=LENGTH):
-    """Return tokens (rows, length) for a toy."""
-    return torch.randint(3, toy.config.get_text_config().vocab_size, (rows, length),
-                         generator=torch.Generator().manual_seed(0))
+    """Return tokens (rows, length) for a toy, or as many images for one that takes images."""
+    config, generator = toy.config.get_text_config(), torch.Generator().manual_seed(0)
+    if toy.main_input_name == "pixel_values":
+        return torch.randn(rows, config.num_channels, config.image_size, config.image_size, generator=generator,
+                           dtype=torch.float64)
+    return torch.randint(3, config.vocab_size, (rows, length), generator=generator)
+
+
+def _named(model, tokens):
+    """Return the arguments of a model's forward."""
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": tokens}
+    return {"input_ids": tokens, "use_cache": False}
 
 
 def results_of(model, tokens, labels=None):
     """Return {name: tensor} of a model's output of tokens; "loss" is the model's own, or weighs its output."""
     if model.get_output_embeddings() is not None:
-        output = model(input_ids=tokens, labels=tokens if labels is None else labels, use_cache=False)
+        output = model(**_named(model, tokens), labels=tokens if labels is None else labels)
         return {"logits": output.logits, "loss": output.loss}
-    output = model(input_ids=tokens, use_cache=False)[0]
+    output = model(**_named(model, tokens))[0]
     return {"output": output, "loss": (output * weights_of(output, output.shape[1])).sum()}
 
 
@@ -184,6 +195,8 @@ class _ToySizes:
             return min(value, GROUPS[key])
         if "position" in key or key in ("n_ctx", "seq_length", "max_seq_len", "max_sequence_length"):
             return self._position(value, "dynamic" in self.rotary and key == "max_position_embeddings")
+        if key == "image_size":
+            return 4 * self.of["patch_size"] if type(self.of.get("patch_size")) is int else value
         if "vocab" in words:
             return min(value, SIZES["vocab"])
         if any(word in key for word in ("head_dim", "rotary", "kv_channels", "d_head", "head_size")):

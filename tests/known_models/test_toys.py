@@ -4,13 +4,13 @@ import pytest
 import torch
 from net_kit import LLAMA, Quarters, on_meta
 from torch import nn
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
 
 from refimpl.comm import FakeCommunicator
 from refimpl.equivalence import CannotShrink
 from refimpl.equivalence import once_per_class as once
 from refimpl.equivalence.fp64 import InFP64
-from refimpl.known_models.toys import LENGTH, shrunk, tokens_of, toy_of
+from refimpl.known_models.toys import LENGTH, results_of, shrunk, tokens_of, toy_of
 from refimpl.pipeline.stages_proof import prove_stages
 from refimpl.tensor.tensor import proven_sums
 
@@ -46,6 +46,12 @@ def test_a_class_that_allows_no_three_is_cut_for_four():
 def test_a_part_of_a_head_that_is_rotated_stays_even():
     toy, _ = toy_of(on_meta("phi", partial_rotary_factor=0.4))
     assert int(toy.config.hidden_size // toy.config.num_attention_heads * 0.4) % 2 == 0
+
+
+def test_a_toy_of_a_model_of_images_takes_images_of_sixteen_patches():
+    toy, _ = toy_of(ViTModel(ViTConfig(num_hidden_layers=1)))
+    found = results_of(toy, tokens_of(toy))["output"]
+    assert tokens_of(toy).shape == (2, 3, 64, 64) and found.shape == (2, 1 + 16, 48) and found.dtype == torch.float64
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma4_text", "deepseek_v3", "mamba2", "opt"])
