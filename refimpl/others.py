@@ -7,6 +7,7 @@
     ask("mlp", module)                      {in training: the FeedForward that it is}
     ask("attentions", block)                the modules in a block that compute attention
     ask("attention", model)                 give(model, attention): another attention, in each of its layers
+    ask("encoder", model)                   (its attention layers, give(model, attention, masked)), with paddings
     ask("cache", value)                     whether it is a cache of keys and values
     ask("sequence", model)                  give(model, attention): attention of a sequence that is cut over ranks
     ask("transposed", layer)                whether it is a linear layer whose weight is (in, out)

@@ -1,8 +1,8 @@
 """What is known of models that others wrote: by transformers, timm and peft. One file a kind of question: which modules
 are its layers (`decoder_anatomy`), where its head is and what lies between head and loss (`lm_head`), what this MLP is
-(`mlp`), this attention, and how a model is given another one (`attention_layers`, `sequence_parts`), this linear layer
-(`linear_layers`), how layers are split (`plans`), how a toy of a model is made (`toys`), and what somebody has changed
-in it (`changes`).
+(`mlp`), this attention, and how a model is given another one (`attention_layers`, `encoder_attention`,
+`sequence_parts`), this linear layer (`linear_layers`), how layers are split (`plans`), how a toy of a model is made
+(`toys`), and what somebody has changed in it (`changes`).
 
 Techniques do not import this: they `ask` (`refimpl/others`, which says what each question means), and the first
 question of a kind loads its file. No file imports a library before it is asked. Beside `estimate` and `explain` no
@@ -24,7 +24,7 @@ ANSWERS = {  # {file: {question: function}}
     "lm_head": {"head": "head_of", "between": "changed", "loss": "loss_by"},
     "mlp": {"mlp": "read"},
     "attention_layers": {"attentions": "attentions_of", "attention": "attention_of", "cache": "is_cache"},
-    "sequence_parts": {"sequence": "sequence_of"},
+    "encoder_attention": {"encoder": "encoder_of"}, "sequence_parts": {"sequence": "sequence_of"},
     "linear_layers": {"transposed": "is_transposed", "adapted": "adapted"},
     "plans": {"plan": "plan_of"}, "changes": {"changes": "changes_of", "hooks": "hooks_of"},
     "toys": {"kind": "kind_of", "toy": "toy_of", "tokens": "tokens_of", "size": "described", "results": "results_of"}}

@@ -4,6 +4,7 @@ A class says what it calls in the names of its compiled code. Its methods are fo
 How a model is given another attention: by the registry of transformers.
 """
 
+import copy
 import inspect
 import itertools
 
@@ -34,6 +35,11 @@ def computes_attention(kind):
     return bool(names & ATTENTION) or "softmax" in names and bool(names & PRODUCTS)
 
 
+def takes_from_registry(kind):
+    """Tell whether the forward of a class of modules names transformers' table of attentions."""
+    return "ALL_ATTENTION_FUNCTIONS" in _names(kind.forward, kind, set())
+
+
 def _names(function, kind, seen):
     """Collect the names in a function's code, and of the methods and the functions of its own file that it names."""
     function = inspect.unwrap(function)  # transformers decorates forwards
@@ -49,13 +55,15 @@ def _names(function, kind, seen):
     return names
 
 
-def use_attention(model, function):
+def use_attention(model, function, mask=None):
     """Register an attention of transformers' form under a name of its own, and tell `model` to use it. Returns the name
-    and the one before, for `set_attn_implementation`."""
-    from transformers import AttentionInterface
+    and the one before, for `set_attn_implementation`. `mask`: makes its masks; without one it is given none."""
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     name, before = next(NAMES), model.config._attn_implementation
     AttentionInterface.register(name, function)
+    if mask is not None:
+        AttentionMaskInterface.register(name, mask)
     model.set_attn_implementation(name)
     return name, before
 
@@ -63,7 +71,17 @@ def use_attention(model, function):
 def attend_by(model, attention, masked):
     """Let a model of transformers attend by `attention(q, k, v, *, causal, scale, dropout_p, window, softcap, sinks)`.
     `masked`: what is said where it gives its attention a mask, too. ValueError for a model that takes no other one."""
-    name, before = use_attention(model, _as_in_registry(attention, masked))
+    take_attention(model, _as_in_registry(attention, masked))
+
+
+def take_attention(model, function, mask=None):
+    """Let a model of transformers, and no other that has its config, use an attention from now on; arguments as in
+    `use_attention`. ValueError for a model that takes no other one."""
+    copies = {}  # {id: copy}: what is one config in the model stays one
+    for module in model.modules():
+        if "config" in vars(module):
+            module.config = copy.deepcopy(module.config, copies)
+    name, before = use_attention(model, function, mask)
     if model.config._attn_implementation != name:
         model.set_attn_implementation(before)  # parts of it may have taken the new one
         raise ValueError(f"{type(model).__name__} takes no other attention (AttentionInterface), so it cannot be given "

@@ -64,6 +64,16 @@ def test_our_gpt_attends_under_the_mask():
     torch.testing.assert_close(sparse(model, lambda T: causal_mask(T))(tokens), whole)
 
 
+def test_another_model_of_the_same_config_keeps_its_attention():
+    ids, config = torch.ones(1, 40, dtype=torch.long), llama().config
+    one, other = (type(llama())(config).eval() for _ in range(2))
+    before = other(input_ids=ids).logits
+    sparse(one, window)
+    assert torch.equal(other(input_ids=ids).logits, before)
+    names = {module.config._attn_implementation for module in one.modules() if hasattr(module, "config")}
+    assert len(names) == 1 and names != {other.config._attn_implementation}
+
+
 def test_a_window_of_the_model_and_the_mask_both_hold():
     torch.manual_seed(0)
     model = hf("ForCausalLM", "mistral", **SMALL, num_key_value_heads=2, sliding_window=4)()
