@@ -12,6 +12,7 @@ NAMES = {
     "smoke": "each attention kernel on two small calls: does it run on this device, is it right",
     "attention": "each stage of attention beside PyTorch's: bytes, seconds, on a GPU TFLOP/s beside each backend",
     "sparse": "attention over lists of blocks beside the dense form and FlexAttention: seconds over the share listed",
+    "linear": "the gated delta rule beside transformers' and fla's code, and flash attention: seconds, bytes, a state",
     "meter": "the tracker's bytes beside the allocator's, a tracked step beside a plain one, a dry run's cost",
     "comm": "a launch of ranks, and each collective beside torch.distributed's",
     "precision": "autocast and the loss scaler beside torch's own, and each recipe beside fp32",

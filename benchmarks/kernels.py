@@ -16,7 +16,7 @@ from .runner import BAR_DELAY
 
 SHOWN = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS")
 # In compiler/: kernels that are not in the table; each has a function `cases`.
-MODULES = ("scores", "block_sparse", "hopper", "gluon_forward", "cross_entropy", "quantized", "small")
+MODULES = ("scores", "block_sparse", "delta_rule", "hopper", "gluon_forward", "cross_entropy", "quantized", "small")
 PEER = "shared memory of a program"
 
 

@@ -1,0 +1,184 @@
+"""Which attention when: seven ways to attend by bytes and FLOPs, and the one to take for a GPU, a model and a length.
+
+    standard, memory-efficient, flash     the same numbers, softmax over all keys; they differ in bytes alone
+    Longformer, BigBird                   softmax over listed blocks: a token that no path leads to is not seen
+    Linformer                             softmax over k mixtures of all tokens: not causal
+    linear                                a state (the gated delta rule): what does not fit into it is forgotten
+
+What a method costs is a closed form (`closed`), held to what is measured (`measured`). What it loses is a reading: how
+often a model finds the value of a key that it has seen 1,500 tokens before (`python -m refimpl bench recall`). So
+`recommend` takes the fastest of those that fit and find it, and says beside it what the articles on the subject say.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..common.activation_bytes import block_terms
+from ..common.state_bytes import model_state_bytes
+from .block_sparse import block_sparse_attention, block_sparse_attention_bytes, block_sparse_attention_flops
+from .flash import flash_attention_bytes
+from .linear.delta_rule import delta_rule_bytes, delta_rule_flops, gated_delta_rule
+from .linformer_projection import linformer_attention, linformer_bytes, linformer_flops
+from .masks import bigbird_mask, longformer_mask
+from .memory_efficient import memory_efficient_attention, memory_efficient_attention_bytes
+from .reference import attention_flops, reference_attention, reference_attention_bytes
+from .tiled import tiled_attention, tiled_attention_bytes
+
+if TYPE_CHECKING:
+    from ..catalog import Hardware
+    from ..config import GPTConfig
+
+Shape = Sequence[int]
+WINDOW, GLOBALS, RANDOM, BLOCK, K = 256, 64, 3, 64, 256  # Longformer's window, BigBird's blocks, Linformer's k
+CORE = ("causal mask", "softmax output")  # what dense attention keeps beside q, k, v and the output
+
+# Below how many tokens → what the articles say.
+BANDS = {1_000: "FlashAttention-2", 10_000: "FlashAttention-2, in chunks", 100_000: "Longformer or BigBird",
+         math.inf: "Linformer, or sparse attention of one's own"}
+# Names that circulate beside the real ones → what there is in their place.
+NEVER = {"Longformer-2025": "Longformer (Beltagy et al. 2020)", "BigBird-GS": "BigBird (Zaheer et al. 2020)",
+         "MEA-X": "memory-efficient attention (Rabe and Staats 2021)", "Linformer++": "Linformer (Wang et al. 2020)"}
+
+
+@functools.lru_cache(32)
+def _mask(name, T):
+    if name == "Longformer":
+        return longformer_mask(T, WINDOW, min(GLOBALS, T), causal=True, block=BLOCK)
+    return bigbird_mask(T, BLOCK, min(2 * BLOCK, T), min(RANDOM, -(-T // BLOCK)), 0, causal=True, block=BLOCK)
+
+
+class Method(NamedTuple):
+    """One way to attend, for shapes (B, H, T, D) of q, k and v alike. `exact`: softmax over all keys.
+
+    `peak(shape, dtype, kernels)`, bytes of a forward and backward; `flops(shape)`, of a forward; `call(shape)`, the
+    form in PyTorch, of q, k and v.
+    """
+
+    source: str
+    exact: bool
+    causal: bool
+    peak: Callable[[Shape, torch.dtype, bool], int]
+    flops: Callable[[Shape], int]
+    call: Callable[[Shape], Callable]
+
+
+def _sparse(name):
+    return Method(
+        {"Longformer": "Beltagy et al. 2020", "BigBird": "Zaheer et al. 2020"}[name], False, True,
+        lambda s, dtype, kernels: block_sparse_attention_bytes(s, s, _mask(name, s[2]), dtype, kernels=kernels).peak,
+        lambda s: block_sparse_attention_flops(s, s, _mask(name, s[2])).forward,
+        lambda s: functools.partial(block_sparse_attention, mask=_mask(name, s[2]), kernel="tiled"))
+
+
+def _projection(shape):
+    return torch.full((min(K, shape[2]), shape[2]), 1 / shape[2])
+
+
+METHODS = {
+    "standard": Method(
+        "Vaswani et al. 2017", True, True,
+        lambda s, dtype, kernels: reference_attention_bytes(
+            s, s, dtype, causal=True, device="cuda" if kernels else "cpu").peak,
+        lambda s: attention_flops(s, s).forward,  # of all pairs: those that are masked are computed, too
+        lambda s: functools.partial(reference_attention, causal=True)),
+    "memory-efficient": Method(
+        "Rabe and Staats 2021", True, True,
+        lambda s, dtype, kernels: memory_efficient_attention_bytes(s, s, dtype, causal=True).peak,
+        lambda s: attention_flops(s, s, causal=True).forward,
+        lambda s: functools.partial(memory_efficient_attention, causal=True)),
+    "flash": Method(
+        "Dao et al. 2022, 2023", True, True,
+        lambda s, dtype, kernels: (flash_attention_bytes if kernels else tiled_attention_bytes)(
+            s, s, dtype, causal=True).peak,
+        lambda s: attention_flops(s, s, causal=True).forward,
+        lambda s: functools.partial(tiled_attention, causal=True)),
+    "Longformer": _sparse("Longformer"),
+    "BigBird": _sparse("BigBird"),
+    "Linformer": Method(
+        "Wang et al. 2020", False, False,
+        lambda s, dtype, kernels: linformer_bytes(
+            s, s, min(K, s[2]), dtype, share="kv",
+            attention_bytes=flash_attention_bytes if kernels else tiled_attention_bytes).peak,
+        lambda s: linformer_flops(s, s, min(K, s[2])).forward,
+        lambda s: functools.partial(linformer_attention, e=_projection(s), attention=tiled_attention)),
+    "linear": Method(
+        "Katharopoulos et al. 2020; Yang et al. 2024", False, True,
+        lambda s, dtype, kernels: delta_rule_bytes(s, s, dtype, kernel="triton" if kernels else "tiled").peak,
+        lambda s: delta_rule_flops(s, s),
+        lambda s: functools.partial(gated_delta_rule, kernel="tiled")),
+}
+
+
+def closed(shape: Shape, dtype: torch.dtype = torch.float32, *, kernels: bool = False) -> dict[str, tuple[int, int]]:
+    """Return {method: (bytes at the peak of a forward and backward, FLOPs of a forward)} for q, k, v of `shape`, (B, H,
+    T, D). `kernels`: of the forms that run on a GPU. Gates, masks and Linformer's E are not counted."""
+    return {name: (method.peak(shape, dtype, kernels), method.flops(shape)) for name, method in METHODS.items()}
+
+
+def exponent(few: float, many: float, times: float) -> float:
+    """Return n of a cost that grows as the n-th power, from two readings at lengths that are `times` apart."""
+    return math.log(many / few) / math.log(times)
+
+
+class Choice(NamedTuple):
+    """What `recommend` has found: of each method (bytes of the step, seconds of attention, why not or "")."""
+
+    tokens: int
+    method: str | None
+    considered: dict[str, tuple[int, float, str]]
+    articles: str
+
+
+def recommend(config: "GPTConfig", hardware: "Hardware", tokens: int, recall: Mapping[str, float], *,
+              least: float = 0.95, utilisation: float = 0.4) -> Choice:
+    """Return the Choice for one sequence of `tokens` in training on one GPU: of the methods that are causal, fit, and
+    find at least the share `least` of old keys (`recall`), the one whose FLOPs take the least time.
+
+    A step has 16 bytes a parameter, an input for each block, which is recomputed, one block's activations, and one
+    layer's attention at its peak. FLOPs run at `utilisation` of the GPU's peak. Methods that are exact find what
+    "standard" finds. ValueError for a length below 1.
+    """
+    if type(tokens) is not int or tokens < 1:
+        raise ValueError(f"tokens={tokens!r}: expected an int of at least 1")
+    shape, considered = (1, config.heads, tokens, config.head_dim), {}
+    block = sum(size for name, size in block_terms(config, 1, tokens, torch.bfloat16, "cuda").items()
+                if name not in CORE)
+    rest = model_state_bytes(config.parameter_count(), precision="bf16 + fp32 master").total + block
+    rest += 2 * config.layers * tokens * config.hidden
+    for name, method in METHODS.items():
+        nbytes, seconds = rest + method.peak(shape, torch.bfloat16, True), 3.5 * config.layers * method.flops(
+            shape) / (utilisation * hardware.bf16_flops)
+        found = recall["standard" if method.exact else name]
+        considered[name] = nbytes, seconds, (
+            "is not causal" if not method.causal else
+            f"{nbytes / 2**30:,.0f} GiB" if nbytes > hardware.memory_bytes else
+            f"finds {found:.0%}" if found < least else "")
+    fitting = [name for name, (*_, why) in considered.items() if not why]
+    said = next(words for most, words in BANDS.items() if tokens < most)
+    # the last of equals: flash is as fast as standard by FLOPs, and takes less
+    best = min(reversed(fitting), key=lambda name: considered[name][1], default=None)
+    return Choice(tokens, best, considered, said)
+
+
+def table(readings: Mapping[str, Mapping[int, tuple[int, int]]], recall: Mapping[str, float]) -> str:
+    """Return the articles' table as text: of each method what was read at each length, its exponents, how many old keys
+    it finds, and its source; and the names that do not exist.
+
+    - `readings`: {method: {tokens: (bytes, FLOPs)}} of one sequence in fp32, as the bench `which` takes them.
+    """
+    lengths = sorted(next(iter(readings.values())))
+    few, many = lengths[0], lengths[-1]
+    rows = [["", *(f"{T:,} tokens: bytes, FLOPs" for T in lengths), "exponents", "finds", "source"]]
+    for name, method in METHODS.items():
+        read, found = readings[name], recall.get("standard" if method.exact else name)
+        rows.append([
+            name, *(f"{read[T][0] / 2**20:,.1f} MiB, {read[T][1] / 1e9:,.2f} G" for T in lengths),
+            ", ".join(f"{exponent(read[few][i], read[many][i], many / few):.2f}" for i in (0, 1)),
+            "not read" if found is None else f"{found:.0%}" + ", not causal" * (not method.causal), method.source])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, "", *(f"{name} does not exist; there is {real}" for name, real in NEVER.items())])
