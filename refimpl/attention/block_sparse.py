@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Shape = collections.abc.Sequence[int]
 FORMS = ("auto", "triton", "tiled")
-FEW = 16  # patterns that are unpacked once a pass: with more, each when it is met, so that they take no memory
+FEW = 16  # patterns that are unpacked once a pass: with more, those of a tile when it is met, and freed with it
 AT_ONCE = 512  # keys that pass a block of queries together: fewer and larger products than block by block
 
 
@@ -279,15 +279,24 @@ class BlockTiles(NamedTuple):
     def fill_masked(self, tile, rows, keys, value):
         """Write `value`, −∞ or, of weights, 0, where a row does not see a key. Returns the tile."""
         for one, patterns in zip(self._by_head(tile, rows), keys.patterns, strict=True):
+            if patterns and self.limits is None:
+                one.masked_fill_(self._hidden(patterns, rows.size, one.shape[-1]), value)
+                continue
             for column, pattern in patterns.items():
                 part = one[..., column : column + self.call.mask.block]
-                limit = self._limit(pattern)[: rows.size, : part.shape[-1]]
+                limit = self.limits[pattern, : rows.size, : part.shape[-1]]
                 part.clamp_max_(limit if value else limit.clamp(min=0))
         return tile
 
-    def _limit(self, pattern):
-        """Return (n, n) numbers: +∞ where a row sees a key, −∞ where it does not."""
-        return _limits(self.call.mask, self.like, pattern) if self.limits is None else self.limits[pattern]
+    def _hidden(self, patterns, rows, columns):
+        """Return (rows, columns) booleans, True where a row does not see a key, of {first column: pattern}: all of a
+        tile are unpacked together, since there may be many."""
+        n, device = self.call.mask.block, self.like.device
+        which, at = (torch.tensor(list(each), device=device) for each in (patterns.values(), patterns))
+        bits = unpacked(_on_device(self.call.mask, "words", self.like)[which])
+        hidden = torch.zeros(n, -(-columns // n), n, dtype=torch.bool, device=device)
+        hidden[:, at // n] = bits.logical_not_().transpose(0, 1)
+        return hidden.flatten(1)[:rows, :columns]
 
     def by_head(self, tile, rows):
         """Return a tile of scores as (B or lists, H or 1, rows, keys)."""
@@ -325,15 +334,14 @@ def _span(lists, listed, mask):
     return Span(lists, blocks, sum(min(n, mask.S - block * n) for block in blocks[0]), patterns)
 
 
-def _limits(mask, like, pattern=None):
-    """Return the numbers that scores are clamped to, +∞ or −∞: of one pattern, or of all if they are few."""
-    which = slice(None) if pattern is None else pattern
-    if pattern is None and len(mask.words) > FEW:
+def _limits(mask, like):
+    """Return the numbers that scores are clamped to, +∞ or −∞, of each pattern; None if they are many."""
+    if len(mask.words) > FEW:
         return None
     words = _on_device(mask, "words", like)
     if is_dry(like):
-        return like.new_empty((len(words), mask.block, mask.block), dtype=wide_dtype(like.dtype))[which]
-    return unpacked(words[which]).to(wide_dtype(like.dtype)).sub_(0.5).mul_(math.inf)
+        return like.new_empty((len(words), mask.block, mask.block), dtype=wide_dtype(like.dtype))
+    return unpacked(words).to(wide_dtype(like.dtype)).sub_(0.5).mul_(math.inf)
 
 
 # --- FLOPs and bytes -------------------------------------------------------------------------------------------------
@@ -371,7 +379,8 @@ def block_sparse_attention_bytes(q_shape: Shape, k_shape: Shape, mask: BlockMask
         peak   kept + e·BHT·D + w·BGS·(D + V) + limits
                + w·(n·(2D + V) + m·(D + V) + 2n + 2n·keys + max(n·D, m·D, m·V))
 
-    A pattern is unpacked in n² bytes more, which is the peak where tiles are smaller than that.
+    A pattern is unpacked in n² bytes more, which is the peak where tiles are smaller than that. If they are more than
+    16, those of a tile are unpacked together, in up to 3 bytes a pair of a list, before dP is there, which takes more.
 
     Raises as `block_sparse_attention` does.
     """
