@@ -30,7 +30,7 @@ BLOCKS = (32, 64, 128, 256)  # sizes of a block: words of 32 bits, and tiles of 
 
 
 @contextlib.contextmanager
-def _on_host():
+def on_host():
     """Make numbers on the CPU, real ones: also in a dry run, and where another device is the default."""
     with _disable_current_modes(), torch.device("cpu"):
         yield
@@ -74,7 +74,7 @@ class BlockMask:
         self.in_dry_run = weakref.WeakKeyDictionary()  # mode of fake tensors → stand-ins of the lists, by name
 
     @classmethod
-    @_on_host()
+    @on_host()
     def of(cls, sees: Callable, T: int, S: int | None = None, *, batch: int = 1, heads: int = 1, block: int = 128,
            hint: Callable | None = None) -> "BlockMask":
         """Cut a predicate into blocks. `sees(b, h, i, j)` gets int64 tensors that broadcast, and returns a boolean one:
@@ -100,8 +100,8 @@ class BlockMask:
         patterns, words = _ask(sees, kinds, shape, block)
         where = kinds.nonzero()
         listed = where, kinds[kinds > 0], patterns[kinds > 0]
-        lists = [_lists(*listed, shape, block, transposed) for transposed in (False, True)]
-        return cls(sees, shape, block, lists, words, _pairs(*listed, words, shape, block))
+        lists = [lists_of(*listed, shape, block, transposed) for transposed in (False, True)]
+        return cls(sees, shape, block, lists, words, pairs_of(*listed, words, shape, block))
 
     @property
     def T(self) -> int:
@@ -149,7 +149,7 @@ class BlockMask:
             self._there[device] = BlockMask(self.sees, self.shape, self.block, lists, self.words.to(device), self.pairs)
         return self._there[device]
 
-    @_on_host()
+    @on_host()
     def rows(self, first: int, end: int) -> "BlockMask":
         """Return the mask of queries first … end − 1 over the keys up to the last of them: of a chunk of a sequence.
 
@@ -163,14 +163,14 @@ class BlockMask:
         return BlockMask.of(self.sees, end - first, end, batch=self.shape[0], heads=self.shape[1], block=n,
                             hint=None if first % n else lambda b, h, R, C: hints)
 
-    @_on_host()
+    @on_host()
     def dense(self) -> torch.Tensor:
         """Return the mask as booleans, (batch, heads, T, S): for tests and drawings of short sequences."""
         batch, heads, T, S = self.shape
         b, h, i, j = (torch.arange(n) for n in self.shape)
         return self.sees(b.view(-1, 1, 1, 1), h.view(-1, 1, 1), i[:, None] + (S - T), j).expand(self.shape)
 
-    @_on_host()
+    @on_host()
     def kinds(self) -> torch.Tensor:
         """Return (batch, heads, blocks of queries, blocks of keys) int8: NONE not listed, SOME partial, ALL full."""
         owners, (rows, columns) = len(self.by_query.full), self.grid
@@ -198,7 +198,7 @@ def causal_mask(seq_len: int, *, block: int = 128) -> BlockMask:
     return BlockMask.of(lambda b, h, i, j: j <= i, seq_len, block=block, hint=_causal)
 
 
-@_on_host()
+@on_host()
 def longformer_mask(seq_len: int, window: int, global_tokens: int | Iterable[int] = 0, dilation: int = 1, *,
                     causal: bool = False, block: int = 128) -> BlockMask:
     """Return Longformer's mask: a query sees keys at most `window` steps of `dilation` away, and the global tokens,
@@ -234,7 +234,7 @@ def _longformer(seq_len, window, global_tokens, dilation, block):
     return sees, hint
 
 
-@_on_host()
+@on_host()
 def bigbird_mask(seq_len: int, window: int, global_tokens: int | Iterable[int], random_blocks: int, seed: int, *,
                  heads: int = 1, causal: bool = False, block: int = 128) -> BlockMask:
     """Return BigBird's mask: Longformer's, and for each block of queries `random_blocks` blocks of keys more, drawn by
@@ -262,7 +262,7 @@ def bigbird_mask(seq_len: int, window: int, global_tokens: int | Iterable[int], 
                  block, heads=heads)
 
 
-@_on_host()
+@on_host()
 def documents_mask(ids: torch.Tensor, *, causal: bool = False, block: int = 128) -> BlockMask:
     """Return the mask by which a query sees keys of its own document. `ids`: (batch, seq_len) ints, each token's, in
     any order. Raises as `BlockMask.of` does, and ValueError for ids of another shape or that are no ints."""
@@ -283,7 +283,7 @@ def documents_mask(ids: torch.Tensor, *, causal: bool = False, block: int = 128)
     return _mask(lambda b, h, i, j: ids[b, i] == ids[b, j], hint, ids.shape[1], causal, block, batch=len(ids))
 
 
-@_on_host()
+@on_host()
 def prefix_mask(lengths: torch.Tensor, seq_len: int, *, block: int = 128) -> BlockMask:
     """Return a causal mask by which all queries also see the first `lengths[b]` keys: (batch,) ints.
 
@@ -365,7 +365,7 @@ def _ask(sees, kinds, shape, block):
         at = tuple(some.unbind(1))
         kinds[at] = is_some.to(torch.int8) + (is_some & is_all).to(torch.int8)
         for n in (is_some & ~is_all).nonzero().flatten().tolist():
-            bits = _packed(seen[n])
+            bits = packed(seen[n])
             number = met.setdefault(bits.numpy().tobytes(), len(words))
             if number == len(words):
                 words.append(bits)
@@ -373,7 +373,7 @@ def _ask(sees, kinds, shape, block):
     return patterns, torch.stack(words) if words else torch.zeros(0, block, block // 32, dtype=torch.int32)
 
 
-def _pairs(where, kinds, patterns, words, shape, block):
+def pairs_of(where, kinds, patterns, words, shape, block):
     """Count the pairs that see each other."""
     rows = (shape[2] - where[:, 2] * block).clamp(max=block)  # of the last block of queries some are not there
     of_pattern = unpacked(words).flatten(1).sum(1)
@@ -392,7 +392,7 @@ def _answer(sees, b, h, i, j):
     return seen.expand(torch.broadcast_shapes(b.shape, h.shape, i.shape, j.shape))
 
 
-def _packed(seen):
+def packed(seen):
     """Return (n, n/32) int32 of (n, n) booleans: column c is bit c mod 32."""
     bits = seen.view(len(seen), -1, 32).long() << torch.arange(32)
     return bits.sum(-1).to(torch.int32)  # above 2³¹ it wraps, which keeps the bits
@@ -405,7 +405,7 @@ def unpacked(words: torch.Tensor) -> torch.Tensor:
     return bits.flatten(-2).view(torch.bool)
 
 
-def _lists(where, kinds, patterns, shape, block, transposed):
+def lists_of(where, kinds, patterns, shape, block, transposed):
     """Return BlockLists of listed blocks, by their queries or by their keys."""
     batch, heads, T, S = shape
     b, h, R, C = where.unbind(1)
@@ -420,7 +420,7 @@ def _lists(where, kinds, patterns, shape, block, transposed):
     return BlockLists.of(torch.cat([ends, ends[:-1] + full, C[order], patterns[order]]).to(torch.int32), owners)
 
 
-@_on_host()
+@on_host()
 def _joined(first, second, how):
     if not isinstance(second, BlockMask):
         raise TypeError(f"a BlockMask with {_described(second)}: expected another one")
