@@ -40,8 +40,8 @@ class NativeSparseAttention(nn.Module):
       a query that it sees whatever it picks.
     - `kernel`: as `block_sparse_attention` takes it.
 
-    Parameters: `phi_k` and `phi_v` make one key, and one value, of those of a block, at first their mean; `gates` the
-    three weights of a query, at first 1/2 each. The H/G heads of a group share a choice.
+    Parameters: `phi_k` and `phi_v` make one key, and one value, of those of a block, at first their sum over √block;
+    `gates` the three weights of a query, at first 1/2 each. The H/G heads of a group share a choice.
 
     The choice of a dry run, which has no values, is `selected_masks.apart`: lists as long as they can be. The mask of a
     choice is made on the host, as every mask: with tensors on a GPU the host waits for it in each forward.
@@ -61,7 +61,7 @@ class NativeSparseAttention(nn.Module):
         self.phi_k, self.phi_v = (nn.Linear(block * head_dim, head_dim) for _ in range(2))
         self.gates = nn.Linear(head_dim, 3)
         for phi in (self.phi_k, self.phi_v):
-            phi.weight.data.copy_(torch.eye(head_dim).repeat(1, block) / block)
+            phi.weight.data.copy_(torch.eye(head_dim).repeat(1, block) / block**0.5)
             nn.init.zeros_(phi.bias)
         nn.init.zeros_(self.gates.weight)
         nn.init.zeros_(self.gates.bias)
@@ -97,7 +97,7 @@ class NativeSparseAttention(nn.Module):
             in_tiles("select", [q_BHTD, short_BGCD, picked_BGTK], self.block, functools.partial(
                 _select, q_BHTD, short_BGCD, picked_BGTK, self.block))
         if is_dry(q_BHTD):
-            picked_BGTK = apart(T, self.top_k, self.block).expand(B, G, -1, -1)
+            return apart((B, G, T, self.top_k), H, self.block)
         return selected_mask(picked_BGTK, H, self.block)
 
     def _check(self, q_BHTD, k_BGTD, v_BGTD, causal):

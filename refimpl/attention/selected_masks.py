@@ -7,6 +7,8 @@
 No predicate is asked about pairs. What is made follows the picks, B · G · T · k of them, and the listed blocks.
 """
 
+import functools
+
 import torch
 
 from .masks import ALL, SOME, BlockMask, lists_of, on_host, packed, pairs_of
@@ -56,11 +58,16 @@ def _patterns(has_row, is_own, is_all):
     return patterns, torch.where(differing[:, -1, None, None] > 0, words & causal, words)
 
 
+@functools.lru_cache(8)
 @on_host()
-def apart(T: int, top_k: int, block: int) -> torch.Tensor:
-    """Return picks (T, top_k) by which no two queries of a block pick the same, besides the first block, the own and
-    the one before: the lists are as long as picks can make them. It stands for a choice where no values are."""
+def apart(picks: tuple, heads: int, block: int) -> BlockMask:
+    """Return the mask of `picks`, (B, G, T, k) of them, by which no two queries of a block pick the same, besides the
+    first block, the own and the one before: lists are as long as picks can make them. It stands for a choice where no
+    values are."""
+    B, G, T, top_k = picks
     t = torch.arange(T)[:, None]
     own, free = t // block, top_k - 3
     others = 1 + t % block * free + torch.arange(free)
-    return torch.cat([torch.zeros_like(t), own, (own - 1).clamp(min=0), others.masked_fill(others >= own - 1, -1)], 1)
+    others = others.masked_fill(others >= own - 1, -1)  # later ones, and what is picked anyway
+    picked = torch.cat([torch.zeros_like(t), own, (own - 1).clamp(min=0), others], 1)
+    return selected_mask(picked.expand(B, G, T, top_k), heads, block)
