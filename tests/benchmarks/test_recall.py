@@ -1,0 +1,50 @@
+"""The bench of recall at a tiny size: the task is what it says, and a mask without a path cannot solve it."""
+
+import pytest
+import torch
+
+from benchmarks import recall
+
+TINY = recall.Size(T=256, span=64, pairs=8, values=4, hidden=32, batch=8, steps=60, lr=1e-2, tested=4)
+
+
+def test_each_question_is_a_key_of_a_pair_far_before_and_its_answer_follows_that_key():
+    size = recall.Size()
+    tokens, questions, answers, places = recall.draw(size, 3, torch.Generator().manual_seed(0))
+    assert tokens.shape == (3, 2048) and questions.shape == answers.shape == places.shape == (3, 64)
+    asked, key, value = (tokens.gather(1, at) for at in (questions, places - 1, places))
+    assert torch.equal(asked, key) and torch.equal(value - size.pairs, answers) and asked.max() < size.pairs
+    assert (asked.sort().values == torch.arange(64)).all(), "each key once"
+    away = questions - places
+    assert away.min() >= 1024 and 1450 < away.float().mean() < 1620 and away.float().std() > 100
+    others = tokens.clone().scatter_(1, questions, 99).scatter_(1, places, 99).scatter_(1, places - 1, 99)
+    assert (others >= size.pairs + size.values).all(), "all else is filler: no answer stands beside its question"
+    assert abs((answers == 0).float().mean() - 1 / 32) < 0.04
+
+
+def test_a_path_over_layers():
+    T, one = 8, torch.eye(8, dtype=torch.bool)[None]
+    near = one | one.roll(-1, 2) & torch.ones(T, T, dtype=torch.bool).tril()  # itself and the one before
+    questions, places = torch.tensor([[3, 7, 5]]), torch.tensor([[2, 5, 6]])
+    for layers, share in ((1, 1 / 3), (2, 2 / 3), (3, 2 / 3)):
+        assert recall.reached([near] * layers, questions, places) == pytest.approx(share)
+    assert recall.reached([one, near], questions, places) == pytest.approx(1 / 3)
+
+
+def test_a_run_reads_accuracies_beside_chance_and_paths(run, monkeypatch):
+    monkeypatch.setattr(recall, "WINDOW", 32)
+    monkeypatch.setattr(recall, "KERNEL", "tiled")
+    settings, rows = run(recall, TINY, seeds=(0,))
+    assert settings["chance"] == 0.25 and {row["peer_value"] for row in rows} == {0.25}
+    by_name = {row["what"].split(", ")[1]: row for row in rows}
+    assert by_name.keys() == recall.KINDS.keys()
+    assert by_name["dense"]["value"] >= 0.95 and "reached" not in by_name["dense"]
+    assert by_name["window"]["value"] < 0.5 and by_name["window"]["reached"] == 0
+    assert by_name["native sparse"]["value"] >= 0.95 and by_name["native sparse"]["reached"] == 1, "8 blocks of 8"
+    assert 0 < by_name["BigBird"]["reached"] <= 1 and by_name["dense"]["steps"] < 60 == by_name["window"]["steps"]
+
+
+def test_an_attention_that_is_not_causal_is_named(run, monkeypatch):
+    monkeypatch.setattr(recall, "NOT_CAUSAL", ("dense",))
+    [row] = run(recall, TINY._replace(steps=1), kinds={"dense": recall.KINDS["dense"]}, seeds=(0,))[1]
+    assert row["note"] == "not causal" and not row.get("within")
