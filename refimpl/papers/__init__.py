@@ -12,6 +12,7 @@ hardened version. A file needs nothing but torch, and is read alone. In the orde
     flash_attention_triton  Dao 2023, algorithm 1              the same, and no tile leaves the chip
     block_sparse            Beltagy et al. 2020                the FLOPs of listed blocks, T·w, for T²
     linear_attention        Yang et al. 2024                   a state, D·V numbers, for keys and values, T·(D + V)
+    native_sparse           Yuan et al. 2025                   T/N + k·N + W scores of a query for T
     collectives             Patarasuk & Yuan 2009              2(N−1)/N · B on the wire
     zero                    Rajbhandari et al. 2020            16Ψ/N for 16Ψ
     quantized_zero          Wang et al. 2023 (ZeRO++)          1 + 4/b for 4 bytes a number on the wire

@@ -5,6 +5,7 @@ import math
 import attention_kit as kit
 import pytest
 import torch
+from one_screen import check_paper
 from torch.utils.flop_counter import FlopCounterMode
 
 from refimpl import memory
@@ -343,3 +344,7 @@ def test_the_papers_bytes_are_linear():
             module(*(x.requires_grad_() for x in (q, k, v))).sum().backward()
         peaks.append(tracked.peak.total - tracked.start.total)
     assert peaks[1] < 2 * peaks[0]
+
+
+def test_one_screen():
+    check_paper("attention", "native_sparse")
