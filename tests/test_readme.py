@@ -15,10 +15,16 @@ from refimpl import catalog, cli
 from refimpl.attention import (
     attention_flops,
     block_sparse_attention_flops,
+    delta_rule_bytes,
+    delta_rule_flops,
     flash_attention_bytes,
     flash_attention_traffic,
+    linformer_bytes,
+    linformer_flops,
+    linformer_parameters,
     longformer_mask,
     reference_attention_bytes,
+    state_bytes,
     tiled_attention_bytes,
 )
 from refimpl.attention.kernels import configs
@@ -235,6 +241,29 @@ def test_figures_of_lists_of_blocks_are_those_of_the_closed_forms():
     assert f"with a causal window of 1,024 {100 - 100 * share:.1f} % of the FLOPs" in line
     assert f"{mask.nbytes / 1e3:.0f} KB of lists in place of {65536**2 / 1e9:.1f} GB of booleans" in line
     assert f"{100 * mask.tile_density:.2f} % of the blocks for {100 * mask.density:.2f} % of the pairs" in line
+
+
+def test_figures_of_linear_attention_are_those_of_the_closed_forms():
+    line, shape = readme_row("linear attention"), (1, 16, 65536, 128)
+    state = state_bytes(layers=1, heads=16, head_dim=128)
+    token = gqa_cache_bytes(layers=1, kv_heads=16, head_dim=128)
+    assert f"a state of {state / 1e6:.2f} MB a layer" in line
+    assert f"{token:,} bytes a token: as much at {state // token} tokens" in line
+    share = delta_rule_flops(shape, shape) / attention_flops(shape, shape, causal=True).forward
+    assert f"Of attention over 65,536 tokens {100 - 100 * share:.2f} % of the FLOPs" in line
+    peaks = [delta_rule_bytes(shape, shape, torch.bfloat16, kernel="triton").peak,
+             flash_attention_bytes(shape, shape, torch.bfloat16, causal=True).peak]
+    assert f"{peaks[0] / peaks[1]:.2f} times the peak of FlashAttention" in line
+
+
+def test_figures_of_linformer_are_those_of_the_closed_forms():
+    line, shape = readme_row("Linformer"), (1, 16, 65536, 64)
+    share = linformer_flops(shape, shape, 256).forward / attention_flops(shape, shape).forward
+    assert f"with k = 256 {100 - 100 * share:.1f} % of the FLOPs" in line
+    flash, ours = (flash_attention_bytes(shape, shape, torch.bfloat16).peak,
+                   linformer_bytes(shape, shape, 256, torch.bfloat16, share="kv").peak)
+    assert f"which takes {100 - 100 * flash / ours:.0f} % less" in line
+    assert f"{linformer_parameters(65536, 16, 256, 'kv') / 1e6:.1f} million numbers a layer" in line
 
 
 def test_figures_of_flash_attention_are_those_of_the_closed_forms():

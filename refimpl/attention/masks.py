@@ -456,7 +456,7 @@ def _joined(first, second, how):
 
 def check_size(name, size, least=1):
     """Raise TypeError or ValueError for a size that is no int of at least `least`."""
-    if type(size) is not int:
+    if not isinstance(size, int) or isinstance(size, bool):
         raise TypeError(f"{name}={size!r}: expected an int")
     if size < least:
         raise ValueError(f"{name}={size}: expected at least {least}")

@@ -64,7 +64,7 @@ def tiled_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Te
 def check_sizes(**sizes):
     """Raise ValueError for the size of a tile or chunk that is not a positive int."""
     for name, size in sizes.items():
-        if type(size) is not int or size < 1:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{name}={size!r}: expected an int of at least 1, such as 128")
 
 

@@ -20,6 +20,7 @@ import torch
 from ..common.activation_bytes import block_terms
 from ..common.state_bytes import model_state_bytes
 from .block_sparse import block_sparse_attention, block_sparse_attention_bytes, block_sparse_attention_flops
+from .call.sequences import tiles
 from .flash import flash_attention_bytes
 from .linear.delta_rule import delta_rule_bytes, delta_rule_flops, gated_delta_rule
 from .linformer_projection import linformer_attention, linformer_bytes, linformer_flops
@@ -75,7 +76,14 @@ def _sparse(name):
 
 
 def _projection(shape):
-    return torch.full((min(K, shape[2]), shape[2]), 1 / shape[2])
+    return torch.full((min(K, shape[2]), shape[2]), 1 / shape[2], requires_grad=True)
+
+
+def _in_tiles(shape, rows, columns):
+    """Count the FLOPs of a causal forward whose tiles are computed whole, up to the last key that a row sees."""
+    B, H, T, D = shape
+    pairs = sum((end - first) * min(T, -(-end // columns) * columns) for first, end in tiles((0, T), rows))
+    return 4 * B * H * D * pairs
 
 
 METHODS = {
@@ -88,13 +96,13 @@ METHODS = {
     "memory-efficient": Method(
         "Rabe and Staats 2021", True, True,
         lambda s, dtype, kernels: memory_efficient_attention_bytes(s, s, dtype, causal=True).peak,
-        lambda s: attention_flops(s, s, causal=True).forward,
+        lambda s: _in_tiles(s, 1024, math.isqrt(s[2] - 1) + 1),
         lambda s: functools.partial(memory_efficient_attention, causal=True)),
     "flash": Method(
         "Dao et al. 2022, 2023", True, True,
         lambda s, dtype, kernels: (flash_attention_bytes if kernels else tiled_attention_bytes)(
             s, s, dtype, causal=True).peak,
-        lambda s: attention_flops(s, s, causal=True).forward,
+        lambda s: _in_tiles(s, 128, 128),
         lambda s: functools.partial(tiled_attention, causal=True)),
     "Longformer": _sparse("Longformer"),
     "BigBird": _sparse("BigBird"),
@@ -107,7 +115,7 @@ METHODS = {
         lambda s: functools.partial(linformer_attention, e=_projection(s), attention=tiled_attention)),
     "linear": Method(
         "Katharopoulos et al. 2020; Yang et al. 2024", False, True,
-        lambda s, dtype, kernels: delta_rule_bytes(s, s, dtype, kernel="triton" if kernels else "tiled").peak,
+        lambda s, dtype, kernels: delta_rule_bytes(s, s, dtype, kernel="triton" if kernels else "tiled").peak + 8,
         lambda s: delta_rule_flops(s, s),
         lambda s: functools.partial(gated_delta_rule, kernel="tiled")),
 }
@@ -115,7 +123,7 @@ METHODS = {
 
 def closed(shape: Shape, dtype: torch.dtype = torch.float32, *, kernels: bool = False) -> dict[str, tuple[int, int]]:
     """Return {method: (bytes at the peak of a forward and backward, FLOPs of a forward)} for q, k, v of `shape`, (B, H,
-    T, D). `kernels`: of the forms that run on a GPU. Gates, masks and Linformer's E are not counted."""
+    T, D). `kernels`: of the forms that run on a GPU. Masks and Linformer's E are not counted; gates are two numbers."""
     return {name: (method.peak(shape, dtype, kernels), method.flops(shape)) for name, method in METHODS.items()}
 
 

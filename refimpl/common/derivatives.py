@@ -30,6 +30,8 @@ def refuse_tangents(name, instead, tensors):
 
 def refuse_batched_gradients(name, instead, *gradients):
     """Raise RuntimeError in a backward of `name` for several gradients at once, of which vmap makes one tensor."""
+    if torch.compiler.is_compiling():  # dynamo cannot trace the question
+        return
     for gradient in gradients:
         if gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient):
             raise RuntimeError(f"{name}'s backward for several gradients at once (is_grads_batched=True, or "

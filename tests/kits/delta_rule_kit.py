@@ -22,8 +22,8 @@ def inputs(B=2, G=2, H=4, T=40, D=8, V=5, dtype=torch.float64, seed=0, state=Tru
         draw(B, H, T, V).to(dtype), draw(B, H, D, V).to(wide))
 
 
-def by_token(q, k, v, log_decay, beta, state_BHDV=None, *, scale=None, delta=True):
-    """(out, the last state) of the definition; q and k for each head of v."""
+def by_token(q, k, v, log_decay, beta, state_BHDV=None, *, scale=None, delta=True, chunk=None):
+    """(out, the last state) of the definition, which has no chunks; q and k for each head of v."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
     return recurrent(q * scale, k, v, log_decay, beta, state_BHDV, delta)

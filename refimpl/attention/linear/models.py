@@ -6,6 +6,7 @@
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,9 @@ from ..call.arguments import check_mask, check_tensors, without_autocast
 from ..reference import wide_dtype
 from ..tiled import check_sizes
 from .delta_rule import gated_delta_rule
+
+UNREAD = {"use_cache", "output_router_logits", "output_attentions", "output_hidden_states", "return_dict", "labels",
+          "num_items_in_batch", "position_ids", "cache_position", "logits_to_keep"}  # that models hand on
 
 
 def linear_attention(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Tensor, *, causal: bool = False,
@@ -68,7 +72,7 @@ class GatedDeltaAttention(nn.Module):
         self.decay_bias = nn.Parameter((1 / tokens).expm1().log())
 
     def forward(self, q_BHTD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTV: torch.Tensor, *, causal: bool = True,
-                state_BHDV: torch.Tensor | None = None, return_state: bool = False) -> torch.Tensor:
+                state_BHDV: torch.Tensor | None = None, return_state: bool = False) -> Any:
         """Return (B, H, T, V), and with `return_state` the state after the last token: `gated_delta_rule` takes it.
         ValueError if not `causal`: a state knows what came before alone."""
         check_tensors(q_BHTD, k_BGTD, v_BGTV)
@@ -98,10 +102,12 @@ def chunk_gated_delta_rule(query: torch.Tensor, key: torch.Tensor, value: torch.
     models of transformers call it: (out, the last state or None).
 
     `options`: chunk_size is read; TypeError for others that are not None or False, such as packed sequences
-    (cu_seqlens). Raises as `gated_delta_rule` does.
+    (cu_seqlens); what a model hands on that says nothing of attention (UNREAD) is left out. Raises as
+    `gated_delta_rule` does.
     """
     chunk = options.pop("chunk_size", None)
-    if unknown := [name for name, given in options.items() if given is not None and given is not False]:
+    if unknown := [name for name, given in options.items() if
+                   not (given is None or given is False or name in UNREAD)]:
         raise TypeError(f"{unknown[0]}={options[unknown[0]]!r}: what that does here is not known; expected chunk_size, "
                         "initial_state, output_final_state and use_qk_l2norm_in_kernel alone")
     if use_qk_l2norm_in_kernel:
