@@ -17,18 +17,20 @@ READ, GONE, CHANGED = "#F6C667", "#E6E6E6", "#BFE0F5"
 WHOLE, MASKED = "#9CCBEB", "#F2B45C"
 
 
-def plot_peaks(predicted, measured):
+def plot_peaks(predicted, measured, over="tokens", slopes=True):
     """Plot bytes over tokens, both on log axes: `predicted` as lines, `measured` as points on them.
 
-    Both are {name: {tokens: bytes}}. A line's label says its slope at the end, d log(bytes) / d log(tokens). Returns a
-    matplotlib Figure. Raises ValueError for measurements of a name that has no line.
+    Both are {name: {tokens: bytes}}. A line's label says its slope at the end, d log(bytes) / d log(tokens), but for
+    `slopes=False`. `over`: the words below the axis. Returns a matplotlib Figure. Raises ValueError for measurements of
+    a name that has no line.
     """
     if not set(measured) <= set(predicted):
         raise ValueError(f"measured {sorted(set(measured) - set(predicted))}: expected some of {sorted(predicted)}")
     figure = _figure(predicted, 8.5, 4.4)
     axes = figure.subplots()
     for colour, (name, line) in zip(COLOURS, predicted.items(), strict=False):
-        axes.plot(list(line), list(line.values()), color=colour, label=f"{name}, slope {slope(line):.2f} at the end")
+        axes.plot(list(line), list(line.values()), color=colour,
+                  label=f"{name}, slope {slope(line):.2f} at the end" if slopes else name)
         points = measured.get(name, {})
         axes.plot(list(points), list(points.values()), "o", color=colour, markersize=6)
     axes.plot([], [], "o", color="#444444", label="measured")
@@ -40,7 +42,7 @@ def plot_peaks(predicted, measured):
     axes.tick_params(axis="y", labelsize=8)
     axes.minorticks_off()
     axes.grid(color="#EEEEEE")
-    axes.set_xlabel("tokens", fontsize=9)
+    axes.set_xlabel(over, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
     return figure

@@ -24,6 +24,9 @@ def test_every_line_and_point_is_there():
     assert slope(predicted["dense"]) == 2 and slope(predicted["tiled"]) == 1
     words = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert words[:2] == ["dense, slope 2.00 at the end", "tiled, slope 1.00 at the end"]
+    assert figure.axes[0].get_xlabel() == "tokens"
+    axes = plot_peaks(predicted, {}, over="tokens of a chunk", slopes=False).axes[0]
+    assert axes.get_legend().get_texts()[0].get_text() == "dense" and axes.get_xlabel() == "tokens of a chunk"
     with pytest.raises(ValueError, match="measured .'sparse'.: expected some of"):
         plot_peaks(predicted, {"sparse": {256: 1.0}})
 
