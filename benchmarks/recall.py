@@ -83,7 +83,7 @@ class Layer(nn.Module):
         self.head_dim, self.heads, width = size.hidden // size.heads, size.heads, size.hidden
         features = width + 2 * self.head_dim
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, features, bias=False), nn.Linear(width, width, bias=False)
+        self.qkv, self.out = nn.Linear(width, features), nn.Linear(width, width, bias=False)
         self.now, self.before = (nn.Parameter(torch.zeros(features)) for _ in range(2))
         is_key = slice(width, width + self.head_dim)
         self.now.data[:], self.now.data[is_key], self.before.data[is_key] = 1, 0, 1
@@ -108,7 +108,8 @@ class Model(nn.Module):
 
     def __init__(self, size, make):
         super().__init__()
-        self.embedding = nn.Embedding(size.pairs + size.values + size.fillers, size.hidden)
+        tokens = size.pairs + size.values + size.fillers
+        self.embedding = nn.Embedding(tokens, size.hidden, padding_idx=tokens - 1)  # filler says nothing: zeros
         self.layers = nn.Sequential(*(Layer(size, make(size)) for _ in range(size.layers)))
         self.norm, self.head = nn.LayerNorm(size.hidden), nn.Linear(size.hidden, size.values, bias=False)
 

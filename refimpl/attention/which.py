@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 Shape = Sequence[int]
 WINDOW, GLOBALS, RANDOM, BLOCK, K = 256, 64, 3, 64, 256  # Longformer's window, BigBird's blocks, Linformer's k
+MOST = 2**16  # tokens of the longest mask that is made
 CORE = ("causal mask", "softmax output")  # what dense attention keeps beside q, k, v and the output
 
 # Below how many tokens → what the articles say.
@@ -50,6 +51,15 @@ def _mask(name, T):
     if name == "Longformer":
         return longformer_mask(T, WINDOW, min(GLOBALS, T), causal=True, block=BLOCK)
     return bigbird_mask(T, BLOCK, min(2 * BLOCK, T), min(RANDOM, -(-T // BLOCK)), 0, causal=True, block=BLOCK)
+
+
+def _listed(name, shape):
+    """Count the FLOPs of listed blocks. Beyond MOST tokens they grow as between half of that and all."""
+    B, H, T, D = shape
+    if T <= MOST:
+        return block_sparse_attention_flops(shape, shape, _mask(name, T)).forward
+    half, whole = (_listed(name, (B, H, length, D)) for length in (MOST // 2, MOST))
+    return whole + (whole - half) * (T - MOST) // (MOST // 2)
 
 
 class Method(NamedTuple):
@@ -70,8 +80,9 @@ class Method(NamedTuple):
 def _sparse(name):
     return Method(
         {"Longformer": "Beltagy et al. 2020", "BigBird": "Zaheer et al. 2020"}[name], False, True,
-        lambda s, dtype, kernels: block_sparse_attention_bytes(s, s, _mask(name, s[2]), dtype, kernels=kernels).peak,
-        lambda s: block_sparse_attention_flops(s, s, _mask(name, s[2])).forward,
+        lambda s, dtype, kernels: flash_attention_bytes(s, s, dtype).peak if kernels else block_sparse_attention_bytes(
+            s, s, _mask(name, s[2]), dtype, kernels=False).peak,  # the kernels take as much under any mask
+        lambda s: _listed(name, s),
         lambda s: functools.partial(block_sparse_attention, mask=_mask(name, s[2]), kernel="tiled"))
 
 
