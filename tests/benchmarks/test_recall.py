@@ -11,10 +11,10 @@ TINY = recall.Size(T=256, span=64, pairs=8, values=4, hidden=32, batch=8, steps=
 def test_each_question_is_a_key_of_a_pair_far_before_and_its_answer_follows_that_key():
     size = recall.Size()
     tokens, questions, answers, places = recall.draw(size, 3, torch.Generator().manual_seed(0))
-    assert tokens.shape == (3, 2048) and questions.shape == answers.shape == places.shape == (3, 64)
+    assert tokens.shape == (3, 2048) and questions.shape == answers.shape == places.shape == (3, 32)
     asked, key, value = (tokens.gather(1, at) for at in (questions, places - 1, places))
     assert torch.equal(asked, key) and torch.equal(value - size.pairs, answers) and asked.max() < size.pairs
-    assert (asked.sort().values == torch.arange(64)).all(), "each key once"
+    assert (asked.sort().values == torch.arange(32)).all(), "each key once"
     away = questions - places
     assert away.min() >= 1024 and 1450 < away.float().mean() < 1620 and away.float().std() > 100
     others = tokens.clone().scatter_(1, questions, 99).scatter_(1, places, 99).scatter_(1, places - 1, 99)
