@@ -48,7 +48,7 @@ def gated_delta_rule(q_BGTD: torch.Tensor, k_BGTD: torch.Tensor, v_BHTV: torch.T
 
     - G divides H: heads h·H/G … (h+1)·H/G − 1 of v, each with its state, share q and k of head h.
     - k is to be of length 1 at most (`torch.nn.functional.normalize`): with a longer one and β = 1 a state can grow.
-    - `log_decay`: ≤ 0 and finite, by default 0: nothing fades; −50 forgets all. `beta`: by default 1. Any floating dtype.
+    - `log_decay`: ≤ 0 and finite, by default 0; −50 forgets all. `beta`: by default 1. Any floating dtype.
     - `scale`: default 1/√D. `delta`: False for u = β v, linear attention.
     - `state`: S before the first token, by default zeros. `return_state`: (out, S after the last token), in fp32 or
       wider: with it the next call goes on, after one token or a thousand.
