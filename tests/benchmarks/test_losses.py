@@ -10,11 +10,11 @@ TINY = dataclasses.replace(losses.CONFIG, context_length=128, layers=2, hidden=3
 
 
 def test_each_method_learns(run):
-    settings, rows = run(losses, TINY, 12, (0, 1))
-    assert settings["parameters"] == TINY.parameter_count() and settings["steps"] == 12
+    settings, rows = run(losses, TINY, 30, (0, 1))
+    assert settings["parameters"] == TINY.parameter_count() and settings["steps"] == 30
     assert [row["method"] for row in rows] == list(losses.methods())
     assert rows[0]["ratio"] == 1 and len({row["value"] for row in rows}) == len(rows)
-    assert all(2 < row["value"] < 5.4 and len(row["by_seed"]) == 2 for row in rows)  # ln 256 = 5.55
+    assert all(2 < row["value"] < 5.2 and len(row["by_seed"]) == 2 for row in rows)  # ln 256 = 5.55
 
 
 def test_the_model_has_about_5_million_parameters():
