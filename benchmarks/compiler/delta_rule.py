@@ -14,11 +14,11 @@ SIZES = (64, 128)
 def cases(chips=tuple(TARGETS), chunk=64, change=lambda config: config):
     """Make {name: Case} of each kernel, dtype and head_dim; `change(config)` gives another config."""
     return {f"delta rule {kernel}, {str(dtype).removeprefix('torch.')}, d{D}, {chip}":
-            Case.of(_launch(kernel, dtype, D, chunk, change), TARGETS[chip])
+            Case.of(_launch(kernel, chip, dtype, D, chunk, change), TARGETS[chip])
             for chip in chips for dtype in (torch.bfloat16, torch.float32) for D in SIZES for kernel in KERNELS}
 
 
-def _launch(kernel, dtype, D, chunk, change):
+def _launch(kernel, chip, dtype, D, chunk, change):
     def tensor(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -28,7 +28,7 @@ def _launch(kernel, dtype, D, chunk, change):
     states = tensor(BATCH, HEADS, LENGTH // chunk + 1, D, D, dtype=torch.float32)
     given = {"log_decay": log_decay, "beta": beta, "inverse": inverse}
     problem = Problem(D**-0.5, True, chunk)
-    config = change(config_of("forward" if kernel == "states" else kernel, dtype.itemsize, D))
+    config = change(config_of("forward" if kernel == "states" else kernel, chip))
     if kernel == "inverse":
         return inverse_launch(qkv[1], log_decay, beta, inverse, config)
     if kernel == "backward":
