@@ -23,6 +23,7 @@ from . import chunks, kernels
 INSTEAD = "refimpl.papers.linear_attention.recurrent"
 FORMS = ("auto", "triton", "tiled")
 CHUNK, CHUNKS = 64, (16, 32, 64)  # tokens of a chunk; those that the kernels take
+MOST_COLUMNS = 128  # of q and k, in the kernels: two (chunk, D) matrices are to be in registers
 
 
 class Call(NamedTuple):
@@ -81,11 +82,12 @@ def _by_kernels(kernel, q_BGTD):
     if kernel not in FORMS:
         raise ValueError(f"kernel={kernel!r}: expected one of {', '.join(map(repr, FORMS))}")
     runs = kernels_run_on(q_BGTD.device) or is_dry(q_BGTD) and kernel == "triton"  # a dry run has any device's bytes
-    runs = runs and q_BGTD.dtype in KERNEL_DTYPES
+    runs = runs and q_BGTD.dtype in KERNEL_DTYPES and q_BGTD.shape[3] <= MOST_COLUMNS
     if kernel == "triton" and not runs:
-        raise ValueError(f"kernel='triton' for {q_BGTD.dtype} on {q_BGTD.device}: the kernels take float16, bfloat16 "
-                         "and float32 on CUDA (capability 8.0 on), or on a CPU with TRITON_INTERPRET=1 set before "
-                         "Triton is imported; kernel='tiled' computes the same in PyTorch")
+        raise ValueError(f"kernel='triton' for {q_BGTD.dtype} of {q_BGTD.shape[3]} columns on {q_BGTD.device}: the "
+                         f"kernels take float16, bfloat16 and float32 of up to {MOST_COLUMNS} columns on CUDA "
+                         "(capability 8.0 on), or on a CPU with TRITON_INTERPRET=1 set before Triton is imported; "
+                         "kernel='tiled' computes the same in PyTorch")
     return runs and kernel != "tiled"
 
 

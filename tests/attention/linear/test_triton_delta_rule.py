@@ -94,12 +94,19 @@ def test_the_compiler_traces_it_whole():
 
 @pytest.mark.parametrize(("dtype", "chunk", "words"), [
     (torch.float32, 8, "chunk=8: expected one of 16, 32, 64 for the kernels, or kernel='tiled'"),
-    (torch.float64, None, "kernel='triton' for torch.float64 on cpu: the kernels take float16"),
+    (torch.float64, None, "kernel='triton' for torch.float64 of 8 columns on cpu: the kernels take"),
     (torch.bfloat16, None, "bfloat16 under TRITON_INTERPRET=1")], ids=str)
 def test_what_the_kernels_do_not_take_is_named(dtype, chunk, words):
     (q, k, v, *_), _ = kit.inputs(1, 1, 1, 16, 8, 8, dtype)
     with pytest.raises(ValueError, match=words):
         TRITON(q, k, v, chunk=chunk)
+
+
+def test_wide_heads_are_pytorchs_and_by_name_refused():
+    q = k = v = torch.randn(1, 1, 4, 200)
+    assert torch.equal(gated_delta_rule(q, k, v), gated_delta_rule(q, k, v, kernel="tiled"))
+    with pytest.raises(ValueError, match="torch.float32 of 200 columns on cpu: the kernels take .* up to 128 columns"):
+        TRITON(q, k, v)
 
 
 def test_fp16_does_not_round_a_state_to_what_it_can_hold():
