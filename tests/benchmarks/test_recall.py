@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import recall
+from benchmarks import measurement, recall
 
 TINY = recall.Size(T=256, span=64, pairs=8, values=4, hidden=32, batch=8, steps=60, lr=1e-2, tested=4)
 
@@ -49,3 +49,12 @@ def test_one_that_is_not_causal_is_named_and_others_step(run, monkeypatch):
     others = {name: recall.KINDS[name] for name in ("linear", "gated delta rule", "Linformer", "window and globals")}
     rows = run(recall, TINY._replace(steps=1, batch=1, tested=1), kinds=others, seeds=(0,))[1]
     assert [row.get("note") for row in rows] == [None, None, "not causal", None]
+
+
+def test_the_record_holds_what_is_claimed_by_three_seeds():
+    rows = measurement("recall", "cpu")["rows"]
+    for name, (least, most) in recall.WITHIN.items():
+        found = [row["value"] for row in rows if row["what"].startswith(f"recall, {name}, ")]
+        assert len(found) == 3 and least <= min(found) and max(found) <= most, name
+    by_path = [row for row in rows if "reached" in row]
+    assert len(by_path) == 12 and all(row["value"] <= row["reached"] + 0.1 for row in by_path)  # chance is 0.03
