@@ -88,18 +88,24 @@ def take_attention(model, function, mask=None):
                          "one from outside")
 
 
+def causal_of(module, others, read):
+    """Tell whether a layer of transformers asks for causal attention. `others`: what it gives besides what is `read`;
+    ValueError for what is not known."""
+    unknown = [name for name, given in others.items() if not (given is None or given is False or name in KNOWN)]
+    if unknown:
+        raise ValueError(f"{type(module).__name__} gives its attention {unknown[0]}: what that does here is not known; "
+                         f"expected {read} and is_causal alone")
+    causal = others.get("is_causal")
+    return getattr(module, "is_causal", True) if causal is None else causal
+
+
 def _as_in_registry(attention, masked):
     def attend(module, query, key, value, attention_mask=None, *, dropout=0.0, scaling=None, sliding_window=None,
                softcap=None, s_aux=None, **others):
         """Return (out (B, T, H, D), None), as the registry's functions do."""
         if attention_mask is not None:
             raise ValueError(masked)
-        unknown = [name for name, given in others.items() if not (given is None or given is False or name in KNOWN)]
-        if unknown:
-            raise ValueError(f"{type(module).__name__} gives its attention {unknown[0]}: what that does here is not "
-                             "known; expected scaling, sliding_window, softcap, s_aux and is_causal alone")
-        causal = others.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
+        causal = causal_of(module, others, "scaling, sliding_window, softcap, s_aux")
         window = None if sliding_window is None else sliding_window - 1  # theirs counts the token itself
         out = attention(query, key, value, causal=causal, scale=scaling, dropout_p=dropout, window=window,
                         softcap=softcap, sinks=s_aux)

@@ -5,7 +5,7 @@ their own ones transformers hands no mask at all, paddings or none, unless a fun
 (AttentionMaskInterface). Ours hands on the paddings as booleans (B, S), and refuses each mask that hides pairs.
 """
 
-from .attention_layers import KNOWN, take_attention, takes_from_registry
+from .attention_layers import causal_of, take_attention, takes_from_registry
 
 
 def encoder_of(model):
@@ -46,12 +46,7 @@ def _as_in_registry(attention, masked):
         if query.shape[2] != key.shape[2]:
             raise ValueError(f"{kind} has {query.shape[2]} queries and {key.shape[2]} keys, as cross-attention: "
                              "expected self-attention of an encoder")
-        unknown = [name for name, given in others.items() if not (given is None or given is False or name in KNOWN)]
-        if unknown:
-            raise ValueError(f"{kind} gives its attention {unknown[0]}: what that does here is not known; expected "
-                             "scaling and is_causal alone")
-        causal = others.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
+        causal = causal_of(module, others, "scaling")
         out = attention(module, query, key, value, causal=causal, scale=scaling, dropout_p=dropout,
                         padding=attention_mask)
         return out.transpose(1, 2).contiguous(), None
