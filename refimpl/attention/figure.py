@@ -17,28 +17,29 @@ READ, GONE, CHANGED = "#F6C667", "#E6E6E6", "#BFE0F5"
 WHOLE, MASKED = "#9CCBEB", "#F2B45C"
 
 
-def plot_peaks(predicted, measured, over="tokens", slopes=True):
+def plot_peaks(predicted, measured, over="tokens", slopes=True, count=human):
     """Plot bytes over tokens, both on log axes: `predicted` as lines, `measured` as points on them.
 
-    Both are {name: {tokens: bytes}}. A line's label says its slope at the end, d log(bytes) / d log(tokens), but for
-    `slopes=False`. `over`: the words below the axis. Returns a matplotlib Figure. Raises ValueError for measurements of
-    a name that has no line.
+    Both are {name: {tokens: bytes}}, of at most eight names. A line's label says its slope at the end, d log(bytes) / d
+    log(tokens), but for `slopes=False`. `over`: the words below the axis. `count`: a function that writes a number, of
+    FLOPs for example. Returns a matplotlib Figure. Raises ValueError for measurements of a name that has no line.
     """
     if not set(measured) <= set(predicted):
         raise ValueError(f"measured {sorted(set(measured) - set(predicted))}: expected some of {sorted(predicted)}")
     figure = _figure(predicted, 8.5, 4.4)
     axes = figure.subplots()
-    for colour, (name, line) in zip(COLOURS, predicted.items(), strict=False):
+    for colour, (name, line) in zip(ROOFLINE, predicted.items(), strict=False):
         axes.plot(list(line), list(line.values()), color=colour,
                   label=f"{name}, slope {slope(line):.2f} at the end" if slopes else name)
         points = measured.get(name, {})
         axes.plot(list(points), list(points.values()), "o", color=colour, markersize=6)
-    axes.plot([], [], "o", color="#444444", label="measured")
+    if measured:
+        axes.plot([], [], "o", color="#444444", label="measured")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     ticks = sorted({tokens for line in predicted.values() for tokens in line})
     axes.set_xticks(ticks, [f"{tokens:,}" for tokens in ticks], fontsize=8)
-    axes.yaxis.set_major_formatter(lambda nbytes, _: human(nbytes).replace(".0 ", " "))
+    axes.yaxis.set_major_formatter(lambda number, _: count(number).replace(".0 ", " "))
     axes.tick_params(axis="y", labelsize=8)
     axes.minorticks_off()
     axes.grid(color="#EEEEEE")

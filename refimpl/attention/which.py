@@ -7,7 +7,8 @@
 
 What a method costs is a closed form (`closed`), held to what is measured (`measured`). What it loses is a reading: how
 often a model finds the value of a key that it has seen 1,500 tokens before (`python -m refimpl bench recall`). So
-`recommend` takes the fastest of those that fit and find it, and says beside it what the articles on the subject say.
+`recommend` takes one of those that fit and find it, an exact one unless another pays for what it loses, and says beside
+it what the articles on the subject say.
 """
 
 import functools
@@ -144,7 +145,7 @@ def exponent(few: float, many: float, times: float) -> float:
 
 
 class Choice(NamedTuple):
-    """What `recommend` has found: of each method (bytes of the step, seconds of attention, why not or "")."""
+    """What `recommend` has found: of each method (bytes and seconds of the step, why not or "")."""
 
     tokens: int
     method: str | None
@@ -153,13 +154,15 @@ class Choice(NamedTuple):
 
 
 def recommend(config: "GPTConfig", hardware: "Hardware", tokens: int, recall: Mapping[str, float], *,
-              least: float = 0.95, utilisation: float = 0.4) -> Choice:
-    """Return the Choice for one sequence of `tokens` in training on one GPU: of the methods that are causal, fit, and
-    find at least the share `least` of old keys (`recall`), the one whose FLOPs take the least time.
+              least: float = 0.95, worth: float = 1.25, utilisation: float = 0.4) -> Choice:
+    """Return the Choice for one sequence of `tokens` in training on one GPU, of the methods that are causal, fit, and
+    find at least the share `least` of old keys (`recall`). The fastest exact one is taken, unless another makes a
+    step `worth` times as fast: what is not exact has to pay for what it loses.
 
     A step has 16 bytes a parameter, an input for each block, which is recomputed, one block's activations, and one
-    layer's attention at its peak. FLOPs run at `utilisation` of the GPU's peak. Methods that are exact find what
-    "standard" finds. ValueError for a length below 1.
+    layer's attention at its peak, with a head of keys for each of queries; the loss makes no logits. Its FLOPs are 8
+    for each token and number of a matrix, and 4.5 forwards of attention, at `utilisation` of the GPU's peak. Methods
+    that are exact find what "standard" finds. ValueError for a length below 1.
     """
     if type(tokens) is not int or tokens < 1:
         raise ValueError(f"tokens={tokens!r}: expected an int of at least 1")
@@ -168,36 +171,52 @@ def recommend(config: "GPTConfig", hardware: "Hardware", tokens: int, recall: Ma
                 if name not in CORE)
     rest = model_state_bytes(config.parameter_count(), precision="bf16 + fp32 master").total + block
     rest += 2 * config.layers * tokens * config.hidden
+    matrices = config.layers * sum(config.layer_parameters().values()) + config.vocab_size * config.hidden
     for name, method in METHODS.items():
-        nbytes, seconds = rest + method.peak(shape, torch.bfloat16, True), 3.5 * config.layers * method.flops(
-            shape) / (utilisation * hardware.bf16_flops)
+        nbytes = rest + method.peak(shape, torch.bfloat16, True)
+        # forward, forward again, backward: of a matrix 2, 2 and 4, of attention 1, 1 and 2.5 forwards
+        flops = 8 * matrices * tokens + 4.5 * config.layers * method.flops(shape)
         found = recall["standard" if method.exact else name]
-        considered[name] = nbytes, seconds, (
+        considered[name] = nbytes, flops / (utilisation * hardware.bf16_flops), (
             "is not causal" if not method.causal else
             f"{nbytes / 2**30:,.0f} GiB" if nbytes > hardware.memory_bytes else
             f"finds {found:.0%}" if found < least else "")
-    fitting = [name for name, (*_, why) in considered.items() if not why]
     said = next(words for most, words in BANDS.items() if tokens < most)
+    return Choice(tokens, _best(considered, worth), considered, said)
+
+
+def _best(considered, worth):
+    """Return the name of the fastest, an exact one unless another is `worth` times as fast; None if none is left."""
     # the last of equals: flash is as fast as standard by FLOPs, and takes less
-    best = min(reversed(fitting), key=lambda name: considered[name][1], default=None)
-    return Choice(tokens, best, considered, said)
+    fitting = [name for name, (*_, why) in reversed(considered.items()) if not why]
+    fastest, exact = (min((name for name in fitting if METHODS[name].exact >= only), default=None,
+                          key=lambda name: considered[name][1]) for only in (False, True))
+    return exact if exact and considered[exact][1] < worth * considered[fastest][1] else fastest
 
 
 def table(readings: Mapping[str, Mapping[int, tuple[int, int]]], recall: Mapping[str, float]) -> str:
-    """Return the articles' table as text: of each method what was read at each length, its exponents, how many old keys
-    it finds, and its source; and the names that do not exist.
+    """Return the articles' table as text: of each method the bytes and FLOPs that were read at each length, their
+    exponents, how many old keys it finds, and its source; and the names that do not exist.
 
     - `readings`: {method: {tokens: (bytes, FLOPs)}} of one sequence in fp32, as the bench `which` takes them.
     """
     lengths = sorted(next(iter(readings.values())))
     few, many = lengths[0], lengths[-1]
-    rows = [["", *(f"{T:,} tokens: bytes, FLOPs" for T in lengths), "exponents", "finds", "source"]]
+    rows = []
+    for i, (what, unit) in enumerate({"MiB at the peak": 2**20, "GFLOP of a forward": 1e9}.items()):
+        rows.append([what, *(f"{T:,}" for T in lengths), "grows as"])
+        for name in METHODS:
+            read = {T: readings[name][T][i] for T in lengths}
+            power = exponent(read[few], read[many], many / few)
+            rows.append([name, *(f"{read[T] / unit:,.2f}" for T in lengths), f"T^{power:.2f}"])
+        rows.append([""] * len(rows[0]))
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
+    lines = [row[0].ljust(widths[0]) + "".join(cell.rjust(width + 2) for cell, width in zip(
+        row[1:], widths[1:], strict=True)) for row in rows]
+    lines.append(f"{'finds a key of 1,500 tokens ago':<34}source")
     for name, method in METHODS.items():
-        read, found = readings[name], recall.get("standard" if method.exact else name)
-        rows.append([
-            name, *(f"{read[T][0] / 2**20:,.1f} MiB, {read[T][1] / 1e9:,.2f} G" for T in lengths),
-            ", ".join(f"{exponent(read[few][i], read[many][i], many / few):.2f}" for i in (0, 1)),
-            "not read" if found is None else f"{found:.0%}" + ", not causal" * (not method.causal), method.source])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, "", *(f"{name} does not exist; there is {real}" for name, real in NEVER.items())])
+        found = recall.get("standard" if method.exact else name)
+        said = "not read" if found is None else f"{found:.0%}" + ", not causal" * (not method.causal)
+        lines.append(f"{name:<18}{said:<16}{method.source}")
+    return "\n".join([*(line.rstrip() for line in lines), "",
+                      *(f"{name} does not exist; there is {real}" for name, real in NEVER.items())])

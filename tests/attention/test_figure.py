@@ -27,6 +27,10 @@ def test_every_line_and_point_is_there():
     assert figure.axes[0].get_xlabel() == "tokens"
     axes = plot_peaks(predicted, {}, over="tokens of a chunk", slopes=False).axes[0]
     assert axes.get_legend().get_texts()[0].get_text() == "dense" and axes.get_xlabel() == "tokens of a chunk"
+    seven = {str(n): {256: 2.0**n, 512: 4.0**n} for n in range(7)}
+    axes = plot_peaks(seven, {}, count=lambda number: f"{number:g} FLOPs").axes[0]
+    assert len({line.get_color() for line in axes.lines}) == 7
+    assert axes.yaxis.get_major_formatter()(4.0) == "4 FLOPs"
     with pytest.raises(ValueError, match="measured .'sparse'.: expected some of"):
         plot_peaks(predicted, {"sparse": {256: 1.0}})
 

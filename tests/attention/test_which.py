@@ -43,8 +43,12 @@ def test_exponents_tell_a_square_from_a_line(read):
 def test_the_table_says_what_was_read_and_what_does_not_exist(read):
     text = table(read[1], FOUND)
     assert all(name in text for name in (*METHODS, *NEVER))
-    assert f"{read[1]['standard'][512][0] / 2**20:,.1f} MiB" in text
+    (few, flops), (many, more) = (read[1]["standard"][T] for T in (256, 512))
+    rows = [line.split() for line in text.splitlines() if line.startswith("standard ")]
+    assert rows[0] == ["standard", f"{few / 2**20:,.2f}", f"{many / 2**20:,.2f}", f"T^{math.log2(many / few):.2f}"]
+    assert rows[1] == ["standard", f"{flops / 1e9:,.2f}", f"{more / 1e9:,.2f}", f"T^{math.log2(more / flops):.2f}"]
     assert "90%, not causal" in text and "not read" in table(read[1], {})
+    assert max(map(len, text.splitlines())) <= 88
 
 
 def test_a_choice_fits_and_finds_and_is_the_fastest_of_those():
@@ -65,6 +69,27 @@ def test_what_is_asked_of_it_changes_the_choice():
     assert recommend(config, gpu, 262144, FOUND, least=0.7).method == "linear"
     assert recommend(config, gpu, 2**22, FOUND).method is None  # nothing fits
     assert recommend(config, gpu, 512, FOUND).method == "flash"
+
+
+def test_what_is_not_exact_has_to_pay_for_what_it_loses():
+    config, gpu, all_found = GPTConfig.named("gpt2"), catalog.hardware("a100-80"), dict.fromkeys(FOUND, 1.0)
+    chosen = {tokens: recommend(config, gpu, tokens, all_found) for tokens in (1024, 3072, 4096, 65536)}
+    assert [found.method for found in chosen.values()] == ["flash", "flash", "linear", "linear"]
+    for tokens, found in chosen.items():
+        exact, other = (found.considered[name][1] for name in ("flash", "linear"))
+        assert (exact >= 1.25 * other) == (tokens > 3072)
+    assert recommend(config, gpu, 1024, all_found, worth=1.0).method == "linear"
+    assert recommend(config, gpu, 4096, all_found, worth=2.0).method == "flash"
+
+
+def test_a_step_is_its_matrices_and_its_attention():
+    config, gpu = GPTConfig.named("gpt2"), catalog.hardware("a100-80")
+    short, long = (recommend(config, gpu, tokens, FOUND, utilisation=1.0).considered["flash"][1]
+                   for tokens in (1024, 32768))
+    matrices = 8 * 124e6 / gpu.bf16_flops  # of a token: all numbers of GPT-2, but its positions, are in matrices
+    assert matrices * 1024 < short < 1.3 * matrices * 1024
+    pairs = 4.5 * 12 * 2 * 768 * 32768**2 / gpu.bf16_flops  # twice 2·D FLOPs for each head and pair, half of all seen
+    assert matrices * 32768 + pairs < long < 1.01 * (matrices * 32768 + pairs) + 0.01 * pairs
 
 
 def test_beside_it_stands_what_the_articles_say():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import measurement, recall
+from benchmarks import measurement, recall, recall_many
 
 TINY = recall.Size(T=256, span=64, pairs=8, values=4, hidden=32, batch=8, steps=60, lr=1e-2, tested=4)
 
@@ -58,3 +58,13 @@ def test_the_record_holds_what_is_claimed_by_three_seeds():
         assert len(found) == 3 and least <= min(found) and max(found) <= most, name
     by_path = [row for row in rows if "reached" in row]
     assert len(by_path) == 12 and all(row["value"] <= row["reached"] + 0.1 for row in by_path)  # chance is 0.03
+
+
+def test_many_keys_are_the_same_task_and_are_held_to_no_expectation_of_few(run, monkeypatch):
+    monkeypatch.setattr(recall, "KERNEL", "tiled")
+    assert recall_many.SIZE._replace(pairs=32) == recall.Size() and recall_many.SIZE.pairs > 64, "columns of a state"
+    tokens, questions, _, _ = recall.draw(recall_many.SIZE, 1, torch.Generator().manual_seed(0))
+    assert (tokens[0, questions[0]].sort().values == torch.arange(256)).all()
+    rows = run(recall_many, TINY._replace(steps=1, batch=1, tested=1), kinds=("native sparse", "dense"), seeds=(0,))[1]
+    assert [row["what"] for row in rows] == ["recall, native sparse, seed 0", "recall, dense, seed 0"]
+    assert not any("within" in row for row in rows)
