@@ -14,7 +14,7 @@ NAMES = {
     "sparse": "attention over lists of blocks beside the dense form and FlexAttention: seconds over the share listed",
     "linear": "the gated delta rule beside transformers' and fla's code, and flash attention: seconds, bytes, a state",
     "recall": "what each attention answers of values seen 1,500 tokens earlier, beside chance; trained, three seeds",
-    "recall_many": "the same task with 256 keys in place of 32: which of those that find all of 32 find these",
+    "recall_many": "the same task with 128 keys in place of 32: which of those that find all of 32 find these",
     "which": "seven ways to attend at four lengths: bytes and FLOPs beside the closed forms",
     "losses": "what each way to attend costs in loss: 5 million parameters, 400 steps of real text, three seeds; hours",
     "meter": "the tracker's bytes beside the allocator's, a tracked step beside a plain one, a dry run's cost",

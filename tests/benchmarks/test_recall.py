@@ -64,7 +64,7 @@ def test_many_keys_are_the_same_task_and_are_held_to_no_expectation_of_few(run, 
     monkeypatch.setattr(recall, "KERNEL", "tiled")
     assert recall_many.SIZE._replace(pairs=32) == recall.Size() and recall_many.SIZE.pairs > 64, "columns of a state"
     tokens, questions, _, _ = recall.draw(recall_many.SIZE, 1, torch.Generator().manual_seed(0))
-    assert (tokens[0, questions[0]].sort().values == torch.arange(256)).all()
+    assert (tokens[0, questions[0]].sort().values == torch.arange(128)).all()
     rows = run(recall_many, TINY._replace(steps=1, batch=1, tested=1), kinds=("native sparse", "dense"), seeds=(0,))[1]
     assert [row["what"] for row in rows] == ["recall, native sparse, seed 0", "recall, dense, seed 0"]
     assert not any("within" in row for row in rows)
