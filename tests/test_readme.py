@@ -29,6 +29,8 @@ from refimpl.attention import (
 )
 from refimpl.attention.kernels import configs
 from refimpl.attention.kv_cache import DEEPSEEK, HEADS, LAYERS, gqa_cache_bytes, mla_cache_bytes
+from refimpl.attention.native_sparse import native_sparse_bytes, native_sparse_flops
+from refimpl.attention.selected_masks import apart, selected_mask
 from refimpl.comm import FakeCommunicator, ring_traffic
 from refimpl.common.ledger import human
 from refimpl.context.closed_forms import attention_traffic, context_activation_bytes, idle_share
@@ -253,6 +255,25 @@ def test_figures_of_linear_attention_are_those_of_the_closed_forms():
     assert f"Of attention over 65,536 tokens {100 - 100 * share:.2f} % of the FLOPs" in line
     peaks = [delta_rule_bytes(shape, shape, torch.bfloat16, kernel="triton").peak,
              flash_attention_bytes(shape, shape, torch.bfloat16, causal=True).peak]
+    assert f"{peaks[0] / peaks[1]:.2f} times the peak of FlashAttention" in line
+
+
+def test_figures_of_native_sparse_attention_are_those_of_the_closed_forms():
+    line, (T, block, top_k), shapes = readme_row("native sparse attention"), (65536, 64, 16), (
+        (1, 16, 65536, 64), (1, 1, 65536, 64))
+    dense = attention_flops(*shapes, causal=True).forward
+    own = torch.arange(T) // block
+    spread = [own * n // (top_k - 2) for n in range(1, top_k - 2)]  # beside the first, its own and the one before
+    picks = torch.stack([0 * own, own - 1, own, *spread], -1).sort(-1).values
+    same = torch.nn.functional.pad(picks[:, 1:] == picks[:, :-1], (1, 0))
+    agreed = selected_mask(picks.masked_fill(same, -1).int()[None, None], 16, block)
+    share, most = (native_sparse_flops(*shapes, mask, 512).forward / dense
+                   for mask in (agreed, apart((1, 1, T, top_k), 16, block)))
+    assert f"{100 - 100 * share:.1f} % of the FLOPs where all queries" in line
+    assert most > 1 and "and nothing where no two of them agree" in line
+    assert f"picks takes {agreed.nbytes / 1e3:.0f} KB" in line
+    peaks = [native_sparse_bytes(*shapes, agreed, 512, torch.bfloat16).peak,
+             flash_attention_bytes(*shapes, torch.bfloat16, causal=True).peak]
     assert f"{peaks[0] / peaks[1]:.2f} times the peak of FlashAttention" in line
 
 

@@ -91,11 +91,10 @@ def _projection(shape):
     return torch.full((min(K, shape[2]), shape[2]), 1 / shape[2], requires_grad=True)
 
 
-def _in_tiles(shape, rows, columns):
-    """Count the FLOPs of a causal forward whose tiles are computed whole, up to the last key that a row sees."""
+def _in_tiles(shape, rows):
+    """Count the FLOPs of a causal forward in tiles of `rows` queries, which take the keys up to their last query's."""
     B, H, T, D = shape
-    pairs = sum((end - first) * min(T, -(-end // columns) * columns) for first, end in tiles((0, T), rows))
-    return 4 * B * H * D * pairs
+    return 4 * B * H * D * sum((end - first) * end for first, end in tiles((0, T), rows))
 
 
 METHODS = {
@@ -108,13 +107,13 @@ METHODS = {
     "memory-efficient": Method(
         "Rabe and Staats 2021", True, True,
         lambda s, dtype, kernels: memory_efficient_attention_bytes(s, s, dtype, causal=True).peak,
-        lambda s: _in_tiles(s, 1024, math.isqrt(s[2] - 1) + 1),
+        lambda s: _in_tiles(s, 1024),
         lambda s: functools.partial(memory_efficient_attention, causal=True)),
     "flash": Method(
         "Dao et al. 2022, 2023", True, True,
         lambda s, dtype, kernels: (flash_attention_bytes if kernels else tiled_attention_bytes)(
             s, s, dtype, causal=True).peak,
-        lambda s: _in_tiles(s, 128, 128),
+        lambda s: _in_tiles(s, 128),
         lambda s: functools.partial(tiled_attention, causal=True)),
     "Longformer": _sparse("Longformer"),
     "BigBird": _sparse("BigBird"),

@@ -28,6 +28,12 @@ def test_closed_forms_are_what_is_measured(read):
         name: found[512][0] for name, found in read[1].items()}
 
 
+def test_closed_forms_of_lengths_that_no_tile_divides():
+    for T in (300, 1500):  # memory-efficient attention takes 1,024 queries and √T keys at a time
+        for each in bench.rows("cpu", (T,)):
+            assert each["ratio"] == 1 or each["method"] == "linear" and each["unit"] == "FLOPs", each
+
+
 def test_exponents_tell_a_square_from_a_line(read):
     for name, by in read[1].items():
         nbytes, flops = (exponent(by[256][i], by[512][i], 2) for i in (0, 1))
