@@ -11,6 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent
 COSTS = ROOT / "tests" / "costs.json"  # what each test function took when all ran: written by tools/times.py
@@ -51,6 +52,16 @@ class Times:
                  "seconds": round(time.time() - self.start, 1),
                  "workers": self.config.getoption("numprocesses", None) or 1, "functions": functions}
         path.write_text(json.dumps(found, indent=0))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    """Start a page's kernel in the environment of a reader without a GPU: tests beside it have switched on Triton's
+    interpreter, in which a page would take minutes. A page that wants it asks for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if item.path.suffix == ".ipynb" and not torch.cuda.is_available():
+            patch.delenv("TRITON_INTERPRET", raising=False)
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -252,3 +252,21 @@ def test_the_core_has_each_technique_s_paper_and_two_of_its_tests():
     for name in sum((*core["techniques"].values(), *core["ground"].values()), [core["floors"]]):
         path, _, function = name.partition("::")
         assert f"def {function}(" in (ROOT / "tests" / path).read_text(), f"core.toml names {name}: there is none"
+
+
+def environment_of_its_kernel(name, cuda=False):
+    """What TRITON_INTERPRET says while a page or a test is set up, and after."""
+    hook = runpy.run_path(str(ROOT / "conftest.py"))["pytest_runtest_setup"]
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"), mock.patch("torch.cuda.is_available", lambda: cuda):
+        setup = hook(item(name))
+        next(setup)
+        within = os.environ.get("TRITON_INTERPRET")
+        with pytest.raises(StopIteration):
+            setup.send(None)
+        return within, os.environ.get("TRITON_INTERPRET")
+
+
+def test_a_page_starts_without_the_interpreter_that_tests_have_switched_on():
+    assert environment_of_its_kernel("notebooks/01_page.ipynb") == (None, "1")
+    assert environment_of_its_kernel("notebooks/01_page.ipynb", cuda=True) == ("1", "1")
+    assert environment_of_its_kernel("tests/test_a.py::test_a") == ("1", "1")
