@@ -90,6 +90,7 @@ def test_what_it_does_not_take():
     for cu_seqlens in (None, [0, 9, 12]):
         with pytest.raises(ValueError, match="sequence of (12|9) tokens with rotary=8: expected none longer"):
             FlashTransformerBlock(32, 4, rotary=8)(torch.randn(1, 12, 32), cu_seqlens)
+    assert FlashTransformerBlock(32, 4, rotary=12)(torch.randn(1, 12, 32)).shape == (1, 12, 32)  # just as many
     assert isinstance(FlashTransformerBlock(32, 4).attention, FlashSelfAttention)
 
 

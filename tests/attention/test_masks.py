@@ -12,6 +12,7 @@ from refimpl.attention.masks import (
     ASK,
     NONE,
     BlockMask,
+    _longformer,
     bigbird_mask,
     causal_mask,
     documents_mask,
@@ -77,6 +78,12 @@ def test_what_is_hinted_is_what_the_predicate_says(name):
     asked = BlockMask.of(mask.sees, mask.T, mask.S, batch=mask.shape[0], heads=mask.shape[1], block=32)
     assert all(torch.equal(a.whole, b.whole) for a, b in ((mask.by_query, asked.by_query), (mask.by_key, asked.by_key)))
     assert torch.equal(mask.words, asked.words) and mask.pairs == asked.pairs
+
+
+def test_a_block_that_a_window_just_covers_is_not_asked():
+    """Its farthest pair, 2 · 32 − 1 tokens apart, is as far as the window reaches."""
+    hints = [_longformer(128, reach, 0, 1, 32)[1](0, 0, torch.tensor(0), torch.tensor(1)) for reach in (62, 63)]
+    assert hints == [ASK, ALL]
 
 
 def test_masks_are_those_of_the_papers():
@@ -160,6 +167,7 @@ def test_the_predicate_is_asked_about_blocks_that_are_in_doubt_alone():
     (lambda: longformer_mask(10, 2, dilation=0), ValueError, "dilation=0: expected at least 1"),
     (lambda: longformer_mask(10, 2, block=100), ValueError, "block=100: expected one of 32, 64, 128, 256"),
     (lambda: bigbird_mask(100, 2, 0, 5, 0, block=32), ValueError, "random_blocks=5 with 4 blocks of 32 in 100 tokens"),
+    (lambda: bigbird_mask(100, 2, 0, -1, 0, block=32), ValueError, "random_blocks=-1: expected at least 0"),
     (lambda: documents_mask(torch.zeros(5)), ValueError, "ids are torch.float32 of shape"),
     (lambda: documents_mask(torch.zeros(1, 0, dtype=torch.int64)), ValueError, r"of shape \(1, 0\): expected ints"),
     (lambda: prefix_mask(torch.tensor([9]), 8), ValueError, r"lengths=\[9\] with 8 tokens"),
