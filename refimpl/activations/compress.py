@@ -158,7 +158,7 @@ class Compressed(PackedStorage):
 
     def __init__(self, tensor, code):
         super().__init__(tensor)
-        self._code, self._decoded = code, None
+        self._code, self._decoded, self._device = code, None, tensor.device  # a storage's own is meta in a dry run
 
     def restore(self):
         """Return the flat content: decode it, or share what is decoded already."""
@@ -167,4 +167,4 @@ class Compressed(PackedStorage):
             flat = self._code.decode()
             self._decoded = weakref.ref(flat.untyped_storage())  # weak: autograd drops it after the operation
             return flat
-        return torch.empty(0, dtype=self._code.dtype, device=storage.device).set_(storage)
+        return torch.empty(0, dtype=self._code.dtype, device=self._device).set_(storage)

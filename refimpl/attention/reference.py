@@ -155,9 +155,8 @@ def attention_flops(q_shape: Sequence[int], k_shape: Sequence[int], *, v_dim: in
 
     FlashAttention-2 (Dao 2023), section 4.1 and appendix, counts likewise. Raises as `reference_attention` does.
     """
-    # pairs do not depend on the dtype
-    call, _ = resolve_shapes(q_shape, k_shape, torch.float32, v_dim=v_dim, causal=causal, window=window,
-                             cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+    call, _ = resolve_shapes(q_shape, k_shape, torch.float32, v_dim=v_dim,  # pairs do not depend on the dtype
+                             causal=causal, window=window, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
     (B, H, _, D), V = q_shape, v_dim or q_shape[3]
     pairs = B * H * sum(sequence.band.pairs() for sequence in call.sequences)
     return AttentionFlops(pairs, 2 * (D + V) * pairs, 4 * (D + V) * pairs, (6 * D + 4 * V) * pairs)
@@ -204,9 +203,8 @@ def reference_attention_bytes(q_shape: Sequence[int], k_shape: Sequence[int], dt
     masks = T * S * (band.pairs() < T * S) + T * (band.fully_masked > 0)
     cast, mask = w * (w != e), 4 * B * H * T * runs_of((0, S))  # Z is drawn four columns at a time
     kept = e * Q + w * N + masks + cast * (Q + 2 * K)
-    softmax_backward = (3 + (torch.device(device).type == "cuda")) * w * N + e * (Q + K) + cast * (Q + K) + masks
+    of_softmax = (3 + (torch.device(device).type == "cuda")) * w * N + e * (Q + K) + cast * (Q + K) + masks
     if not dropout_p:
-        return AttentionBytes(kept, softmax_backward)
+        return AttentionBytes(kept, of_softmax)
     kept += w * N + mask
-    matmul_backward = kept + w * (N + Q + K)
-    return AttentionBytes(kept, max(matmul_backward, softmax_backward + mask, dropped_bytes(B, H, (0, T), (0, S))))
+    return AttentionBytes(kept, max(kept + w * (N + Q + K), of_softmax + mask, dropped_bytes(B, H, (0, T), (0, S))))

@@ -9,6 +9,7 @@ appendix B, on hierarchical sampling. The payload has always k numbers, so that 
 
 import torch
 
+from ..common.nested_tensors import is_dry
 from . import sparse
 from .topk import TopK
 
@@ -26,7 +27,8 @@ class Threshold(TopK):
         sample = size[:: max(1, x.numel() // SAMPLE)]
         threshold = sample.topk(sparse.count(sample.numel(), self.ratio)).values[-1]
         above = ~(size < threshold)  # not size >= threshold: NaN is above, too
-        found = above.nonzero().view(-1)
+        # a dry run has no numbers to find: as many as the threshold is to leave
+        found = above.new_zeros(k, dtype=torch.int64) if is_dry(x) else above.nonzero().view(-1)
         if found.numel() > k:
             found = found[size[found].topk(k).indices]
         elif found.numel() < k:

@@ -47,19 +47,28 @@ def without_logits(model: "torch.nn.Module", **options: Any) -> Any:
 
 
 class _GPTWithoutLogits:
-    """The loss of our GPT, replaced."""
+    """What gives our GPT its own loss back."""
 
     def __init__(self, model, options):
-        if isinstance(getattr(model.loss, "__self__", None), _GPTWithoutLogits):
+        self.model, self.before = model, vars(model).get("loss")
+        if isinstance(self.before, _GPTLoss):
             raise ValueError("the loss of this GPT has been replaced before: remove() that first")
-        self.model, self.before, self.options = model, model.loss, options
-        model.loss = self._loss
+        model.loss = _GPTLoss(options)
 
     def remove(self):
         """Give the model its own loss back."""
-        self.model.loss = self.before
+        del self.model.loss
+        if self.before is not None:
+            self.model.loss = self.before
 
-    def _loss(self, head, x_BTC, targets_BT, reduction):
+
+class _GPTLoss:
+    """The loss of a GPT. It does not hold the model: a stage of a pipeline has it, and the other layers are to go."""
+
+    def __init__(self, options):
+        self.options = options
+
+    def __call__(self, head, x_BTC, targets_BT, reduction):
         return chunked_linear_cross_entropy(x_BTC, head.weight, targets_BT, -100, head.bias, reduction, **self.options)
 
 

@@ -1,14 +1,18 @@
 """Techniques put together: from a model and a mesh to an engine that trains it.
 
-Order of reading: `together` (the order in which techniques are applied, in one file), `training` (what it returns),
-`division` (the model in stages, weights that two of them share), `initial_values` (a rank makes its own part),
-`refused` (what does not go together, with numbers), `batch` (the same rows on ranks that share them). `launch` runs a
-function on the ranks of a mesh; `dry` asks any rank of a mesh that nobody has.
+Order of reading: `recipe` (one description of all that is put together), `together` (the order in which techniques are
+applied, in one file), `building` (from the one to the other), `recipe_rules` (what does not go together, whatever the
+model), `recipe_text` (as TOML), `training` (the engine), `division` (the model in stages, weights that two of them
+share), `initial_values` (a rank makes its own part), `refused` (what does not go together, with numbers), `batch` (the
+same rows on ranks that share them). `launch` runs a function on the ranks of a mesh; `dry` asks any rank of a mesh that
+nobody has.
 """
 
+from .building import build
 from .dry import DryRank, dry_rank, worst_rank
 from .launch import launch
+from .recipe import Recipe
 from .together import together
 from .training import ParallelEngine
 
-__all__ = ["DryRank", "ParallelEngine", "dry_rank", "launch", "together", "worst_rank"]
+__all__ = ["DryRank", "ParallelEngine", "Recipe", "build", "dry_rank", "launch", "together", "worst_rank"]

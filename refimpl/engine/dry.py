@@ -54,8 +54,8 @@ class DryRank:
 
 
 def dry_rank(build: Callable[[], torch.nn.Module], mesh: "Mesh", rank: int, rows: int, length: int | None = None, *,
-             optimizer: Callable[..., torch.optim.Optimizer] = ADAMW, max_norm: float = 1.0, micro_batches: int = 1,
-             schedule: str = "1f1b", every: bool = False, **options: Any) -> DryRank:
+             optimizer: Callable[..., torch.optim.Optimizer] | None = ADAMW, max_norm: float = 1.0,
+             micro_batches: int = 1, schedule: str = "1f1b", every: bool = False, **options: Any) -> DryRank:
     """Ask a rank of a mesh what it holds and sends in a later step, one with optimizer states. Returns a DryRank.
 
     - `build`: a function that returns the model; it is called with the meta device as default.
@@ -69,7 +69,8 @@ def dry_rank(build: Callable[[], torch.nn.Module], mesh: "Mesh", rank: int, rows
     traced = min(micro_batches, mesh.pp - mesh.coordinates(rank)["pp"] + 2)
     # in other schedules micro-batches in flight follow no simple rule: trace all of them
     traced = traced if schedule == "1f1b" and mesh.pp > 1 and not every else micro_batches
-    options |= {"optimizer": optimizer, "schedule": schedule, "micro_batches": traced}
+    options |= {"schedule": schedule, "micro_batches": traced}
+    options |= {} if optimizer is None else {"optimizer": optimizer}
     size = (rows, rows // micro_batches * traced, length)
     from ..memory import dry_run
 
@@ -91,16 +92,16 @@ def _step(build, mesh, rank, size, max_norm, options):
     with torch.device("meta"):
         model = build()
     length, hidden = _sizes(model)
-    dtype = next(model.parameters()).dtype
-    engine = together(model, mesh, **options)
+    engine = options.pop("together", together)(model, mesh, **options)
     del model
     (all_rows, rows), length = size[:2], size[2] or length
-    engine.expect(rows, length, hidden, dtype)
-    make_states(engine.engine)  # a first step would make them: what is asked is a later one
+    engine.expect(rows, length, hidden, next(engine.model.parameters()).dtype)
     batch = [torch.zeros(all_rows, length, dtype=torch.int64)[:rows] if needed else None for needed in engine.needs]
-    if options.get("zero") == 3:  # whose first step does not know yet in which order units run
+    if needs_a_first_step(engine.engine):
         engine.train_step(*batch)
         engine.step()
+    else:
+        make_states(engine.engine)  # a first step would make them: what is asked is a later one
     before = sent(mesh)
     engine.train_step(*batch)
     between = sent(mesh)
@@ -113,6 +114,13 @@ def _sizes(model):
     config = getattr(model.config, "get_text_config", lambda: model.config)()
     return (getattr(config, "context_length", None) or config.max_position_embeddings,
             getattr(config, "hidden", None) or config.hidden_size)
+
+
+def needs_a_first_step(engine):
+    """Tell whether a later step differs from the first one in more than states: stage 3 does not know yet in which
+    order units run, a store and the host make states where they keep them, a compressor has left nothing out."""
+    return engine.stage == 3 or engine._stored.store is not None or not hasattr(engine.update, "factor") and (
+        engine.stage) or engine.reducer.hook is not None
 
 
 def make_states(engine):

@@ -38,10 +38,10 @@ def check(model, mesh, zero, order, ends, sequence, recompute, loss):
         raise ValueError(f"zero={zero!r}: expected a stage of ZeRO, 0 to 3")
     if zero > 1 and mesh.pp > 1:
         _refuse_sharded_gradients(model, mesh, zero, order, ends)
-    if recompute and any(each.kind == INPUT for orders in order.ranks for each in orders):
-        raise ValueError(f"recompute=True with schedule {order.name}, whose backwards are in two parts: what a layer "
-                         "has recomputed for the first one would have to stay until the second. Use recompute=False, "
-                         "or a schedule with whole backwards, as 1f1b or interleaved")
+    if recompute not in (False, "none") and any(each.kind == INPUT for orders in order.ranks for each in orders):
+        raise ValueError(f"recompute={recompute!r} with schedule {order.name}, whose backwards are in two parts: what "
+                         "a layer has recomputed for the first one would have to stay until the second. Use "
+                         "recompute=False, or a schedule with whole backwards, as 1f1b or interleaved")
     if sequence and mesh.tp == 1:
         raise ValueError("sequence=True with tp=1: the tokens between layers are split over tp; give the mesh tp, or "
                          "split the whole sequence over cp")

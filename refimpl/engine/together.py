@@ -1,34 +1,43 @@
-"""Three dimensions together: from a model, a mesh and a few options to an engine. This file is the order.
+"""All techniques together: from a model, a mesh and options to an engine. This file is the order.
 
+    0  to(dtype)             16-bit weights, before anything is cut; then what a layer computes is exchanged: MLPs that
+       mlps, loss, attention keep less, a loss without logits, attention in tiles or under a window
     1  cuts                  which layers are whose: counted on the whole model, so alike on all ranks
     2  context_parallel      attention sees the tokens of all ranks of cp
     3  tensor_parallel       each layer over the ranks of tp
     4  Division              this rank's stages of pp; what they share is named; the rest of the model goes
        give_values           only now bytes, if the model is on the meta device: a rank makes its own part
     5  sequence_parallel     tokens between the split layers, over the ranks of tp
-    6  recompute             each layer of this rank is a region
-    7  a pipeline            messages between stages; ties begin with one value
+    6  recompute             layers of this rank, or parts of them, are regions
+       activations           what is kept is compressed, or goes to the host
+    7  a pipeline            messages between stages; ties begin with one value; forwards under autocast, a scaled loss
     8  ZeRO                  optimizer states over the ranks of dp × cp, norms and checkpoints over all
 
 Each step works on what the one before has left: TP has to see whole layers, recomputation split ones, and a pipeline
-sends the values of ties before ZeRO moves them into buckets.
+sends the values of ties before ZeRO moves them into buckets. A `Recipe` says all of it (`recipe`, `building`).
 
 After "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (Narayanan et al. 2021).
 """
 
+import contextlib
 import copy
 import functools
+import gc
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..activations import compress_activations, offload_activations
+from ..checkpointing import DynamicCheckpoint, selective
 from ..checkpointing import recompute as recompute_each
 from ..comm.same_model import check_same_model
 from ..common.nested_tensors import is_dry
 from ..context import SequenceParallelAttention, context_parallel
+from ..cross_entropy import without_logits
 from ..equivalence.loss_check import prove_loss
+from ..mlp import memory_efficient_mlps
 from ..model import GPT
 from ..pipeline import PipelineParallelStage
 from ..pipeline import schedule as schedule_of
@@ -53,7 +62,9 @@ STAGES = (DataParallel, Zero1, Zero2, Zero3)
 def together(model: torch.nn.Module, mesh: "ConnectedMesh", optimizer: Callable[..., torch.optim.Optimizer] = ADAMW, *,
              zero: int = 1, micro_batches: int = 1, schedule: str = "1f1b", chunks: int | None = None,
              style: str = "parameters", recompute: Any = False, sequence: bool = False, context: Any = "ring",
-             loss: Any = None, seed: int = 0, weights: Any = None, **options: Any) -> ParallelEngine:
+             loss: Any = None, seed: int = 0, weights: Any = None, dtype: torch.dtype | None = None, mlp: str = "plain",
+             head: str = "logits", attend: Any = None, activations: str = "kept",
+             autocast: torch.dtype | None = None, scaler: Any = None, **options: Any) -> ParallelEngine:
     """Split `model` over the ranks of a connected mesh; returns a ParallelEngine. All ranks call it.
 
     - `model`: our GPT, or a decoder of Hugging Face; an nn.Sequential if tp = cp = 1. The same on all ranks. On the
@@ -63,14 +74,19 @@ def together(model: torch.nn.Module, mesh: "ConnectedMesh", optimizer: Callable[
       are cut over dp × cp, or over shards × cp if the mesh has `shards`.
     - `micro_batches`: of a step on each rank. `schedule`, `chunks`: a pipeline's order, see `pipeline.schedule`.
     - `style`: how layers are shared out, see `pipeline.partition`.
-    - `recompute`: keep of each layer its input alone. `sequence`: split tokens between layers over tp, too.
+    - `recompute`: keep of each layer its input alone; or what `Recipe.recompute` takes. `sequence`: split tokens
+      between layers over tp, too.
     - `context`: how attention sees the tokens of cp: "ring", "ulysses" or "gathered".
     - `loss`: `loss(output, targets)`, for a model that has none of its own.
+    - `dtype`: of the weights; None: as they are. `mlp`, `head` ("logits" or "chunked"), `activations`: as a Recipe's
+      fields `mlp`, `loss` and `activations`. `attend`: a function that gives a model another attention, in place.
+    - `autocast`: the dtype of operations in forwards. `scaler`: an AdaptiveLossScaler over all ranks.
 
     With dropout, seed ranks that differ in dp, cp or pp differently, those of tp alike.
     ValueError and TypeError for what cannot go together, before anything is split.
     """
     order = schedule_of(schedule, mesh.pp, micro_batches, chunks)
+    exchange(model, dtype, mlp, head, attend)
     ends = cuts(model, order.stages, style)
     check(model, mesh, zero, order, ends, sequence, recompute, loss)  # while the model is still whole
     tp, cp, pp, data = (mesh.get_parallel_group(*axes) for axes in (("tp",), ("cp",), ("pp",), ("dp", "cp")))
@@ -85,19 +101,65 @@ def together(model: torch.nn.Module, mesh: "ConnectedMesh", optimizer: Callable[
         tensor_parallel(model, tp, loss_parallel=not isinstance(model, GPT))
     division = Division(model, ends, order, mesh)
     del model  # the layers of other ranks go with it
+    gc.collect()  # trials of layers, above, leave cycles that hold some of them
     if values is not None:
         give_values(division.here, mesh.comm.device, values)
     if sequence:
         for stage in division.stages.values():
             split_tokens(stage, tp, layers_of(stage), last_norm(stage))
-    recomputed = recompute_each(division.layers) if recompute else None
+    recomputed = recomputed_part(division.layers, recompute)
+    kept = keeping(division.here, activations)
     if mesh.sizes["replicas"] > 1:
         options |= {"shards": mesh.get_parallel_group("shards", "cp"), "replicas": mesh.get_parallel_group("replicas")}
     build = functools.partial(STAGES[zero], division.here, data, optimizer, world=mesh.comm, **options)
     engine = build() if mesh.pp == 1 else None  # it trains the one stage itself, and reduces during backward
     pipe = PipelineParallelStage(division.stages if engine is None else {0: engine}, pp, order, loss=loss,
-                                 count=count, total=average_of(data), tied=division.tied)
-    return ParallelEngine(mesh, pipe, engine or build(), attention, recomputed)
+                                 count=count, total=average_of(data), tied=division.tied,
+                                 region=region_of_forwards(mesh.comm.device, autocast, kept),
+                                 scale=None if scaler is None else scaler.get_scale)
+    return ParallelEngine(mesh, pipe, engine or build(), attention, recomputed, scaler)
+
+
+def exchange(model, dtype, mlp, head, attend):
+    """Let a whole model have other weights, and compute parts of its layers otherwise, in place."""
+    if dtype is not None:
+        model.to(dtype)
+    if mlp != "plain" and not memory_efficient_mlps(model, keep=mlp):
+        raise ValueError(f"mlp={mlp!r} of a {type(model).__name__}: none of its layers is a feed-forward layer that is "
+                         "known here; give mlp=\"plain\"")
+    if head == "chunked":
+        without_logits(model)
+    if attend is not None:
+        attend(model)
+
+
+def recomputed_part(layers, recompute):
+    """Recompute layers, as `Recipe.recompute` says; return the policy, or None."""
+    if recompute is False or recompute == "none":
+        return None
+    if recompute is True or recompute == "blocks":
+        return recompute_each(layers)
+    if isinstance(recompute, str):
+        return selective(layers, recompute)
+    return DynamicCheckpoint(layers, **{"ratio" if isinstance(recompute, float) else "interval": recompute})
+
+
+def keeping(stage, activations):
+    """Return a context for forwards in which a stage keeps its activations otherwise, or None."""
+    if activations == "kept":
+        return None
+    return offload_activations(stage) if activations == "host" else compress_activations(stage, activations)
+
+
+def region_of_forwards(device, autocast, kept):
+    """Return a function that makes the context of a forward."""
+    @contextlib.contextmanager
+    def region():
+        with contextlib.nullcontext() if autocast is None else torch.autocast(device.type, autocast):
+            with contextlib.nullcontext() if kept is None or not torch.is_grad_enabled() else kept:
+                yield
+
+    return region if autocast is not None or kept is not None else contextlib.nullcontext
 
 
 def loss_of(model):

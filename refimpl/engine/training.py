@@ -19,12 +19,14 @@ class ParallelEngine:
 
     - `mesh`: the connected mesh. `pipe`: the PipelineParallelStage; its `stages` are this rank's.
     - `engine`: the engine of ZeRO that updates this rank's parameters.
-    - `attention`: the SequenceParallelAttention, if the mesh has cp.
+    - `attention`: the SequenceParallelAttention, if the mesh has cp. `scaler`: the AdaptiveLossScaler, if the loss is
+      scaled: steps whose gradients overflow are skipped, on all ranks.
     """
 
     def __init__(self, mesh: "ConnectedMesh", pipe: "PipelineParallelStage", engine: Any, attention: Any = None,
-                 recomputed: Any = None) -> None:
+                 recomputed: Any = None, scaler: Any = None) -> None:
         self.mesh, self.pipe, self.engine, self.attention, self.recomputed = mesh, pipe, engine, attention, recomputed
+        self.scaler = scaler
         mesh.get_parallel_group("tp", "cp", "pp")  # all ranks make it
         self.data, self.stepped = mesh.get_parallel_group("dp", "cp"), True
 
@@ -61,6 +63,8 @@ class ParallelEngine:
         check_batch(self.mesh, tokens, targets)
         tokens, targets = self._own(tokens, targets)
         self.stepped = False
+        if self.scaler is not None:
+            self.scaler.get_scale()  # it knows that gradients are scaled on ranks that compute no loss, too
         with self.engine.collect() if self.mesh.pp > 1 else contextlib.nullcontext():
             loss = self.pipe.train_step(tokens, targets)
         return self._mean(loss)
@@ -93,11 +97,18 @@ class ParallelEngine:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients so that their norm, over all parameters of the whole model, is at most `max_norm`; return the
         norm before."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.engine)
         return self.engine.clip_grad_norm_(max_norm, norm_type)
 
     def step(self) -> None:
         """Update the parameters, and drop the gradients."""
-        self.engine.step()
+        if self.scaler is None:
+            self.engine.step()
+        else:
+            self.scaler.step(self.engine)
+            self.scaler.update()
+            self.engine.zero_grad()  # a step that is skipped leaves them
         self.stepped = True
 
     def zero_grad(self) -> None:

@@ -106,7 +106,8 @@ class AdaptiveLossScaler:
         """Divide the gradients by S in place, so that they can be clipped. Once a step; if not called, `step` does it.
 
         Gradients of a MixedPrecisionOptimizer become fp32 here (2 bytes a parameter more, until its step), since fp16
-        could not hold them. ValueError for fp16 gradients of any other optimizer, and if there are no gradients.
+        could not hold them; an engine of ZeRO divides them in its norm and its step. ValueError for fp16 gradients of
+        any other optimizer, and if there are no gradients.
         """
         if optimizer in self._found:
             raise RuntimeError("unscale_ was called twice for this optimizer: the gradients would be divided twice; "
@@ -114,6 +115,8 @@ class AdaptiveLossScaler:
         widen = getattr(optimizer, "widen_gradients", None)
         if widen is not None:
             widen()
+        elif self._divides_later(optimizer):
+            return
         for gradients in self._gradients(optimizer):
             _refuse_fp16(gradients)
         flags = []
@@ -134,14 +137,8 @@ class AdaptiveLossScaler:
                              "not scaled; call scaler.scale(loss).backward() before, and then step(optimizer)")
         if optimizer in self._stepped:
             raise RuntimeError("step was called twice for this optimizer: call update() after each step")
-        postpone = getattr(optimizer, "multiply_gradients", None)
-        if optimizer not in self._found:
-            if postpone is None:
-                self.unscale_(optimizer)
-            else:  # the optimizer divides in fp32, when it gives gradients to its masters
-                gradients, = self._gradients(optimizer)
-                self._found[optimizer] = self._look(_finite(gradients))
-                postpone(1 / self._scale)
+        if optimizer not in self._found and not self._divides_later(optimizer):
+            self.unscale_(optimizer)
         found = self._ask(self._found[optimizer])
         self._found[optimizer] = found
         self._stepped.add(optimizer)
@@ -205,6 +202,15 @@ class AdaptiveLossScaler:
         if not some and self.comm is None:
             raise ValueError("the optimizer's parameters have no gradients: call scaler.scale(loss).backward() before "
                              "step(), and check that the model has parameters that require them")
+
+    def _divides_later(self, optimizer):
+        """Let an optimizer that can divide in fp32, when it gives gradients to its masters. Return whether it does."""
+        multiply = getattr(optimizer, "multiply_gradients", None)
+        if multiply is not None:
+            self._found[optimizer] = self._look([flag for gradients in self._gradients(optimizer)
+                                                 for flag in _finite(gradients)])
+            multiply(1 / self._scale)
+        return multiply is not None
 
     def _look(self, flags):
         """Return NO_GRADIENTS, FINITE or OVERFLOW over all ranks, as a tensor on the device, without waiting for it."""

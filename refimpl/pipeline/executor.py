@@ -77,13 +77,16 @@ class PipelineParallelStage:
       says if it has one, else integers other than −100, or all numbers.
     - `total`: returns what losses are divided by, from the number of this rank's terms (`micro_batches.weights_of`).
     - `tied`: [{stage: name of a parameter there}] of what stages share (`tied.shared`).
+    - `region`: returns a context that forwards run in, such as autocast. `scale`: returns what the loss's gradient
+      begins with, in place of 1: of a loss scaler.
 
     Gradients are in the parameters' `.grad`: make an optimizer of `parameters()`. Raises ScheduleError for a schedule
     that cannot run, ValueError for stages that it does not have here, or that have other dtypes on other ranks.
     """
 
     def __init__(self, stages: Any, comm: "Communicator", schedule: "Schedule", *, loss: Any = None, count: Any = None,
-                 total: Any = None, tied: Any = ()) -> None:
+                 total: Any = None, tied: Any = (), region: Callable[[], Any] = contextlib.nullcontext,
+                 scale: Callable[[], float] | None = None) -> None:
         validate(schedule)  # a circle of waits is named here, before ranks hang in it
         self.stages, self.comm, self.schedule, self.loss = dict(stages), comm, schedule, loss
         modules = {s: getattr(stage, "model", stage) if is_engine(stage) else stage for s, stage in stages.items()}
@@ -101,7 +104,7 @@ class PipelineParallelStage:
         self.splits = {s: SplitBackward(module) for s, module in modules.items() if not is_engine(stages[s])}
         self._ties = Ties(tied, modules, comm, schedule.rank_of)
         self.count = count or getattr(modules.get(schedule.stages - 1), "count_targets", None)
-        self.total = total
+        self.total, self.region, self.scale = total, region, scale
 
     def expect(self, shapes: Any) -> None:
         """Set the shapes that stages receive, for a dry run, in which no other rank sends any: {(stage, micro-batch):
@@ -216,7 +219,7 @@ class InstructionRunner:
         """Return the outputs of a stage; keep the ends of its graph."""
         is_last = stage == self.pipe.schedule.stages - 1
         x = self.inputs[k] if stage == 0 else self._leaves(stage, k, arrived)
-        with torch.set_grad_enabled(self.trains), self._recording(stage, k):
+        with torch.set_grad_enabled(self.trains), self._recording(stage, k), self.pipe.region():
             out = self._loss(stage, k, x) if is_last else self.pipe.call(stage, *x)
         out = list(out) if isinstance(out, (tuple, list)) else [out]
         if self.trains:
@@ -229,6 +232,8 @@ class InstructionRunner:
         loss = self.pipe.call(stage, *x, *self.targets[k]) if self.pipe.loss is None else (
             self.pipe.loss(self.pipe.call(stage, *x), *self.targets[k]))
         loss, weight = one_number(loss), self.weights[k]
+        if self.pipe.scale is not None:
+            loss = loss.float()  # a scale that fp16 cannot hold is what its gradient begins with
         loss = loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0  # times 0 NaN stays NaN
         # On the device: no rank waits for a number.
         self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
@@ -249,6 +254,8 @@ class InstructionRunner:
     def _backward(self, kind, stage, k, arrived, is_last):
         """Return the gradients of what the stage received."""
         x, ends = self._in_flight.pop((stage, k))
+        if self.pipe.scale is not None and stage == self.pipe.schedule.stages - 1:
+            arrived = [torch.full((), self.pipe.scale(), device=self.loss.device)]
         if ends:
             with self._recording(stage, k):
                 self.pipe.backward(stage, ends, arrived, is_last and kind == BACKWARD)

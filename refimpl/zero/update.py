@@ -27,10 +27,11 @@ class ShardedUpdate:
       host, each shard has a copy there, which is updated in its place.
     - `gradients[bucket]`: this rank's shard of the averaged gradients, on the same device.
     - `group_names`: the names of the whole parameters in each param group, also of those that this rank has no part of.
+    - `factor`: what gradients are multiplied by in the next step, in the dtype of what is updated: of a scaled loss.
     """
 
     def __init__(self, buckets, shards, rank, optimizer, groups, named, stored=None, device=None):
-        self.shards, self.stored, self.device = shards, stored, device
+        self.shards, self.stored, self.device, self.factor = shards, stored, device, 1.0
         self.pieces, self.masters, self.gradients, self.optimizer = {}, {}, {}, None
         for bucket in buckets:
             with self.loaded(bucket):
@@ -86,6 +87,10 @@ class ShardedUpdate:
         if shard is not None and shard.untyped_storage().nbytes() > shard.nbytes:
             self.set_gradients(bucket, mark(shard.clone(), "gradients"))
 
+    def multiply_gradients(self, factor):
+        """Multiply gradients by `factor` in the next norm and step."""
+        self.factor = factor
+
     def with_gradients(self):
         """Yield (bucket, pieces) of all buckets, with their gradients."""
         for bucket, following in itertools.pairwise([*self.pieces, None]):
@@ -108,7 +113,8 @@ class ShardedUpdate:
                 for piece, own in self.pieces[bucket]:
                     gradient, own.grad = own.grad, None
                     if gradient is not None and piece.slot.parameter in used:  # else no decay, no momentum
-                        own.grad_dtype, own.grad = own.dtype, gradient.to(own.dtype)  # in fp32 for this bucket alone
+                        wide = gradient.to(own.dtype)  # in fp32 for this bucket alone
+                        own.grad_dtype, own.grad = own.dtype, wide if self.factor == 1 else wide * self.factor
                 step_subset(self.optimizer, (own for _, own in self.pieces[bucket]), before)
                 self.round_master(bucket)
                 self.drop_gradients(bucket)  # now, so that the next bucket's temporaries may take its bytes

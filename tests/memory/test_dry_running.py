@@ -294,3 +294,17 @@ def test_what_a_library_keeps_without_a_rule_is_named():
     said = any("mkldnn_rnn_layer.default keeps for backward" in note for note in dry.notes)
     assert said == (real.peak.total > 1.1 * dry.peak.total)
     assert not memory.dry_run(step, torch.nn.GRU(8, 16), x).notes
+
+
+def test_a_storage_that_a_second_tensor_shares_is_freed_with_it():
+    """PyTorch keeps the results of fake operations by their arguments, of which one is the storage here."""
+    def share():
+        whole = torch.ones(1000)
+        second = torch.empty(0).set_(whole.untyped_storage())
+        with memory.track(whole) as t:
+            del whole
+            held = t.now.total
+            del second
+            return held, t.now.total
+
+    assert memory.dry_run(share).result == share() == (4000, 0)

@@ -9,7 +9,7 @@ that `isnan` says no and `isfinite` says yes. Each is noted once, with its line;
 
 import math
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    disable_fake_tensor_cache,
 )
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
@@ -103,7 +104,9 @@ class DryMode(FakeTensorMode):
                     return self.composites[func](*args, **kwargs)
             if func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
                 return self._grouped(func, types, args, kwargs)
-            with self._large_unknown(func, args, kwargs):
+            # PyTorch keeps what fake operations return by their arguments, storages among them, which would stay
+            storage = any(isinstance(each, torch.UntypedStorage) for each in args)
+            with self._large_unknown(func, args, kwargs), disable_fake_tensor_cache(self) if storage else nullcontext():
                 outputs = super().__torch_dispatch__(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             return self._answer(error, args, kwargs)

@@ -30,7 +30,7 @@ def clip_grad_norm_(engine: Any, max_norm: float, norm_type: float = 2.0) -> tor
     engine.clipped = {"norm_type": norm_type, "max_norm": number}  # ranks compare it before the step
     alone = not engine.stage and engine.world is engine.comm  # every rank has all gradients
     counted = itertools.chain.from_iterable(engine.gradients()) if alone else owned_gradients(engine)
-    norm = global_norm(engine.world, counted, norm_type, alone)
+    norm = global_norm(engine.world, counted, norm_type, alone) * getattr(engine.update, "factor", 1.0)
     if not any(bucket.dtype == torch.float64 for bucket in engine.buckets):
         norm = norm.float()
     for gradients in engine.gradients():

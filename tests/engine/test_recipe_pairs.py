@@ -1,0 +1,111 @@
+"""Each pair of two fields' values composes, or is refused by a rule that names both; bytes are those of a dry run."""
+
+import functools
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import recipe_kit as kit
+import torch
+
+from refimpl.comm import launch
+from refimpl.comm.simulating import simulate
+from refimpl.engine import Recipe
+from refimpl.engine.recipe_rules import RULES
+from refimpl.engine.recipe_text import document
+
+ROWS = kit.covering()
+MESSAGE = 4 * kit.ROWS * kit.CONFIG.context_length * kit.CONFIG.hidden // 4  # a micro-batch; how many wait, time tells
+OFF, STATE = 0.005, 5056  # of the peak; a generator's state, of each region: a dry run has none
+
+
+def on_ranks(values):
+    """[(losses, bytes)] of all ranks."""
+    world = kit.world_of(values)
+    if world == 1:
+        return [kit.trained(None, values)]
+    return launch(in_a_process, world, values)
+
+
+def in_a_process(comm, values):
+    torch.set_num_threads(1)
+    return kit.trained(comm, values)
+
+
+@pytest.mark.parametrize("row", [pytest.param(n, marks=() if n % 13 == 0 else pytest.mark.nightly)
+                                 for n in range(len(ROWS))])
+def test_rows_that_hold_each_pair(row):
+    values = ROWS[row]
+    for rank, (losses, nbytes) in enumerate(on_ranks(values)):
+        away, most = kit.far(values, losses)
+        assert away <= most, (values, losses)
+        dry = kit.asked(values, rank)
+        waits = nbytes.get("communication", 0) - dry.get("communication", 0)
+        assert 0 <= waits <= MESSAGE * 2 * values.get("micro_batches", 1) * (2 if "pp" in values else 0)
+        foretold, read = sum(dry.values()), sum(nbytes.values()) - waits
+        states = round((read - foretold) / STATE) * STATE if values.get("recompute", "none") != "none" else 0
+        assert abs(read - foretold - states) <= OFF * read and 0 <= states <= 8 * STATE, (values, rank, foretold, read)
+
+
+def test_the_rows_hold_every_pair_that_composes():
+    held = set().union(*map(kit.of, ROWS))
+    for pair in kit.pairs():
+        assert bool(kit.fits(pair)) == (frozenset(pair.items()) in held) or not kit.fits(pair), pair
+    assert 100 < len(ROWS) < 200
+
+
+def test_the_document_is_what_is_tested():
+    """Write it anew with `UPDATE=1 pytest tests/engine/test_recipe_pairs.py -k document`."""
+    pairs = sum(bool(kit.fits(pair)) for pair in kit.pairs())
+    path, text = Path(__file__).parents[2] / "docs" / "recipe.md", document(Recipe, len(ROWS), pairs)
+    if os.environ.get("UPDATE") == "1":
+        path.write_text(text, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == text
+
+
+def test_every_pair_that_is_refused_is_refused_by_a_rule_that_names_it():
+    for pair in kit.pairs():
+        whole = kit.completed(pair)
+        for rule in kit.refusals(whole) if whole else ():
+            with pytest.raises(ValueError) as caught:
+                Recipe(**whole)
+            assert rule.why in str(caught.value) and all(f"{name}=" in str(caught.value) for name in rule.names)
+
+
+def test_each_rule_refuses_something_and_names_fields():
+    for rule in RULES:
+        assert set(rule.names) <= kit.DEFAULTS.keys() and rule.why
+        assert not rule.holds(Recipe())
+
+
+@functools.cache
+def dry(**values):
+    return kit.asked(values)
+
+
+@pytest.mark.parametrize(("values", "category", "share"), [
+    ({"precision": "bf16"}, "parameters", 0.5), ({"precision": "bf16"}, "gradients", 0.55),
+    ({"micro_batches": 4}, "activations", 0.4), ({"recompute": "blocks"}, "activations", 0.6),
+    ({"recompute": 2}, "activations", 0.8), ({"recompute": 0.5}, "activations", 0.8),
+    ({"recompute": "mlp"}, "activations", 0.8), ({"recompute": "attention"}, "activations", 0.9),
+    ({"activations": "int8"}, "activations", 0.6),
+    ({"mlp": "input"}, "activations", 0.8), ({"mlp": "hidden"}, "activations", 0.95),
+    ({"store": "host"}, "optimizer state", 0.6), ({"update": "host"}, "optimizer state", 0.1),
+    ({"optimizer": "sgd"}, "optimizer state", 0.1), ({"optimizer": "momentum"}, "optimizer state", 0.55),
+    ({"dp": 2}, "optimizer state", 0.55), ({"dp": 2, "zero": 2, "bucket_bytes": 4096}, "gradients", 0.6),
+    ({"dp": 2, "zero": 3}, "gradients", 0.1), ({"tp": 2}, "parameters", 0.7), ({"pp": 2}, "parameters", 0.7),
+    ({"cp": 2}, "activations", 0.6), ({"tp": 2, "sequence": True}, "activations", 0.7)], ids=str)
+def test_what_saves_bytes_saves_them(values, category, share):
+    assert dry(**values).get(category, 0) <= share * dry()[category]
+
+
+def test_a_recipe_whose_field_is_ignored_is_seen(monkeypatch):
+    """Rows compare bytes with a dry run of the same code: this one that both forget is seen by what it would save."""
+    monkeypatch.setattr(sys.modules["refimpl.engine.together"], "recomputed_part", lambda layers, recompute: None)
+    assert kit.asked({"recompute": "blocks"})["activations"] > 0.9 * dry()["activations"]
+
+
+def test_ranks_in_threads_say_the_same():
+    values = {"dp": 2, "tp": 2, "precision": "bf16", "recompute": "blocks"}
+    assert simulate(kit.trained, 4, values)[0][0] == pytest.approx(on_ranks(values)[0][0], abs=1e-3)
