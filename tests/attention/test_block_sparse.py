@@ -203,3 +203,11 @@ def test_a_second_derivative_is_refused(kernel):
     [dq] = torch.autograd.grad(out, q, gradient, create_graph=True)
     with pytest.raises(RuntimeError, match="not differentiable itself"):
         dq.sum().backward()
+
+
+def test_patterns_of_a_mask_are_none_of_the_activations():
+    mask, q = longformer_mask(1024, 256, 4, block=64), torch.empty(1, 1, 1024, 16)
+    assert len(mask.words)
+    with memory.track(q) as t:
+        block_sparse_attention(q, q, q, mask, kernel="tiled")
+    assert not t.peak["activations"]

@@ -16,7 +16,9 @@ def test_each_pair_has_the_number_of_its_block_and_whether_it_is_seen():
 def test_of_a_long_mask_blocks_are_drawn():
     mask = causal_mask(4096, block=256)
     assert torch.equal(shown(mask).long(), 3 * torch.ones(16, 16).tril(-1).long() + 2 * torch.eye(16).long())
-    assert plot_masks({"causal": mask})._repr_png_().startswith(b"\x89PNG")
+    figure = plot_masks({"causal": mask})
+    assert figure.axes[0].get_title() == "causal\n50.0% of pairs\nin 53.1% of blocks"
+    assert figure._repr_png_().startswith(b"\x89PNG")
 
 
 def test_a_panel_for_each_mask_of_the_head_that_is_asked_for():

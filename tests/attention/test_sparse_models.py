@@ -147,6 +147,7 @@ def test_a_class_that_would_not_compute_the_same_is_refused():
      "2 arguments by position: expected the tokens alone"),
     (lambda: sparse(llama(), causal_mask)(torch.ones(1, 8, dtype=torch.long),
                                           position_ids=torch.arange(8)[None] % 4), ValueError, "begin again"),
+    (lambda: MaskedAttention(3), TypeError, "mask=3: expected a BlockMask, or a function of the length"),
     (lambda: OptimizedSparseAttention(30, 4), ValueError, "hidden_size=30, num_heads=4, kv_heads=4"),
     (lambda: OptimizedSparseAttention(32, 4, -1), ValueError, "window_size=-1: expected at least 0")])
 def test_what_does_not_fit_is_named(call, error, words):
@@ -155,6 +156,7 @@ def test_what_does_not_fit_is_named(call, error, words):
 
 
 def test_a_mask_that_hides_nothing_is_left_out():
+    assert not MaskedAttention(causal_mask).causal  # unless it is asked for
     model, ids = llama(), torch.ones(2, 8, dtype=torch.long)
     plain = model(ids).logits
     sparse(model, functools.partial(causal_mask, block=32))

@@ -9,7 +9,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from refimpl import memory
 from refimpl.checkpointing import Recomputing, planned, recompute, selective
-from refimpl.checkpointing.closed_forms import block_flops, extra_flops, gpt_costs, gpt_peak_bytes, kept_bytes
+from refimpl.checkpointing.closed_forms import (
+    block_flops,
+    extra_flops,
+    gpt_costs,
+    gpt_peak_bytes,
+    kept_bytes,
+    recomputed_flops,
+)
 from refimpl.model import GPT, GPTConfig
 
 GPT2 = {"vocab_size": 256, "context_length": 128, "layers": 4, "hidden": 64, "heads": 4}
@@ -95,6 +102,12 @@ def test_one_more_forward_where_nothing_stops_early():
     with recompute(model.blocks):
         again = flops_of_a_step(model, tokens) - plain
     assert again == 4 * (forward - each["down"]) == extra_flops(config, 2, 32, [(i,) for i in range(4)])
+
+
+def test_a_block_that_ends_in_dropout_runs_its_last_product_again():
+    flops = block_flops(GPTConfig(**GPT2), 2, 32)
+    assert recomputed_flops(flops, "block", dropout=0.1) == sum(flops.values())
+    assert recomputed_flops(flops, "block") == sum(flops.values()) - flops["down"]
 
 
 def test_costs_are_a_chain_of_blocks_and_a_head():

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
 from refimpl import memory
 from refimpl.common.figure import COLOURS
-from refimpl.common.gantt import PALETTE, WAITING, gantt, tracks_of
+from refimpl.common.gantt import PALETTE, WAITING, draw_bytes, gantt, tracks_of
 from refimpl.common.spans import Span
 from refimpl.memory.trace import Op, StorageRecord, Trace
 
@@ -95,3 +96,12 @@ def test_bytes_are_in_the_largest_unit_of_which_there_is_one():
         record = StorageRecord("cpu", "load", "forward", "", -1, nbytes, roles={"parameters"})
         t = Trace([Op("load", "forward", "", START)], [record], [(-1, 0, nbytes)], first_call=0)
         assert gantt(SPANS, t).axes[1].get_ylabel() == unit
+
+
+def test_a_kib_of_bytes_is_one_kib():
+    """The least of them, drawn alone, so that it is read on every push."""
+    record = StorageRecord("cpu", "load", "forward", "", -1, 2**10, roles={"parameters"})
+    trace = Trace([Op("load", "forward", "", START)], [record], [(-1, 0, 2**10)], first_call=0)
+    axes = Figure().subplots()
+    draw_bytes(axes, trace, START)
+    assert axes.get_ylabel() == "KiB"

@@ -39,6 +39,8 @@ for _ in range(3):
 
 def test_a_peak_while_building_and_a_mapped_file_are_noted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    notes = "\n".join(explained(tmp_path / "script.py", NOTED).notes)
+    found = explained(tmp_path / "script.py", NOTED)
+    notes = "\n".join(found.notes)
+    assert str(found) == found.text(everything=False) != found.text(everything=True)
     assert "building the model took more, 40,000 bytes, after zeros" in notes
     assert "256 bytes of the peak, loaded at script.py:9, are safetensors' file, mapped" in notes

@@ -1,9 +1,12 @@
 """What is said of the longest batch of a loader, beside the run that has it."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from explain_kit import explained
+
+from refimpl.explain import longest
 
 LENGTHS = "30, 28, 3, 41, 52, 44, 120, 61"
 SCRIPT = f"""
@@ -66,6 +69,12 @@ for n in (2, 3, 4):
     model(torch.zeros(2, n, dtype=torch.int64)).sum().backward()
     optimizer.step()
 """
+
+
+def test_an_item_of_the_longest_batch_s_length_says_nothing(monkeypatch):
+    monkeypatch.setattr(longest, "_steps", lambda timeline: [(n, 10 * n, 5) for n in (2, 3, 4)])
+    items = [longest.at_the_longest(SimpleNamespace(recording=SimpleNamespace(longest_item=(n, 7)))) for n in (4, 5)]
+    assert items[0] is None and "item 7 of a loader's data has 5: " in items[1]
 
 
 def test_an_item_as_long_as_the_longest_batch_is_not_worth_a_word(tmp_path):

@@ -111,6 +111,15 @@ def test_bytes_are_exact(heads, dtype, delta):
         assert kit.read(TILED, *given, chunk=chunk, delta=delta) == predicted, (D, V, T, chunk)
 
 
+@pytest.mark.parametrize("delta", [True, False])
+def test_a_chunk_leaves_nothing_beside_the_next_one(delta):
+    """In few sizes, so that it is read on every push."""
+    for D, V in ((8, 8), (8, 32), (32, 8)):
+        given = kit.inputs(1, 2, 2, 64, D, V, torch.float32, state=False)
+        predicted = delta_rule_bytes((1, 2, 64, D), (1, 2, 64, V), delta=delta, chunk=16)
+        assert kit.read(TILED, *given, chunk=16, delta=delta) == predicted
+
+
 def test_the_mutant_that_has_all_tokens_in_one_chunk_takes_more():
     def parallel(q, k, v, log_decay, beta):
         return paper.parallel(q, k, v, log_decay, beta)
@@ -134,6 +143,8 @@ def test_a_dry_run_of_a_million_tokens_takes_what_the_closed_form_says():
 
 @pytest.mark.parametrize("delta", [True, False])
 def test_flops_are_those_of_the_products(delta):
+    sizes = (2, 3, 64, 8), (2, 3, 64, 6)
+    assert delta_rule_flops(*sizes) == delta_rule_flops(*sizes, delta=True) > delta_rule_flops(*sizes, delta=False)
     for T, chunk in ((64, 16), (70, None)):
         tensors, _ = kit.inputs(2, 3, 3, T, 8, 6, torch.float32, state=False)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
