@@ -127,6 +127,10 @@ def exchange(model, dtype, mlp, head, attend):
     if mlp != "plain" and not memory_efficient_mlps(model, keep=mlp):
         raise ValueError(f"mlp={mlp!r} of a {type(model).__name__}: none of its layers is a feed-forward layer that is "
                          "known here; give mlp=\"plain\"")
+    if head == "chunked" and not isinstance(model, GPT):  # a loss is computed from what the last stage returns
+        raise ValueError(f"loss=\"chunked\" of a {type(model).__name__}: an engine calls its layers and its loss one "
+                         "after the other, with logits between; give loss=\"logits\", or call without_logits(model) of "
+                         "refimpl.cross_entropy in a loop of your own")
     if head == "chunked":
         without_logits(model)
     if attend is not None:

@@ -11,7 +11,7 @@ import torch
 
 from refimpl.comm import launch
 from refimpl.comm.simulating import simulate
-from refimpl.engine import Recipe
+from refimpl.engine import Recipe, build
 from refimpl.engine.recipe_rules import RULES
 from refimpl.engine.recipe_text import document
 
@@ -33,8 +33,8 @@ def in_a_process(comm, values):
     return kit.trained(comm, values)
 
 
-@pytest.mark.parametrize("row", [pytest.param(n, marks=() if n % 13 == 0 else pytest.mark.nightly)
-                                 for n in range(len(ROWS))])
+@pytest.mark.parametrize("row", [pytest.param(n, marks=pytest.mark.nightly if n % 13 else () if n % 39 else
+                                              pytest.mark.core) for n in range(len(ROWS))])
 def test_rows_that_hold_each_pair(row):
     values = ROWS[row]
     for rank, (losses, nbytes) in enumerate(on_ranks(values)):
@@ -77,6 +77,36 @@ def test_each_rule_refuses_something_and_names_fields():
     for rule in RULES:
         assert set(rule.names) <= kit.DEFAULTS.keys() and rule.why
         assert not rule.holds(Recipe())
+
+
+def llama(comm, values):
+    torch.set_num_threads(1)
+    return kit.trained(comm, values, make=kit.LLAMA)
+
+
+@pytest.mark.parametrize("values", [
+    {"precision": "fp16", "recompute": "attention", "micro_batches": 2}, {"mlp": "input", "activations": "int8"},
+    {"tp": 2, "sequence": True, "recompute": "blocks", "precision": "bf16", "micro_batches": 2},
+    pytest.param({"pp": 2, "dp": 2, "mlp": "hidden", "precision": "bf16", "micro_batches": 2},
+                 marks=pytest.mark.nightly),
+    pytest.param({"zero": 3, "dp": 3, "recompute": "blocks", "store": "host"}, marks=pytest.mark.nightly),
+    pytest.param({"cp": 2, "zero": 2, "update": "host", "precision": "bf16"}, marks=pytest.mark.nightly)], ids=str)
+def test_a_model_that_others_wrote(values):
+    world = kit.world_of(values)
+    for rank, (losses, nbytes) in enumerate(launch(llama, world, values) if world > 1 else [llama(None, values)]):
+        away, most = kit.far(values, losses, kit.LLAMA)
+        off = sum(nbytes.values()) - sum(kit.asked(values, rank, kit.LLAMA).values())
+        assert away <= 2 * most and abs(off - round(off / STATE) * STATE) <= OFF * sum(nbytes.values()), (rank, off)
+
+
+@pytest.mark.parametrize(("values", "words"), [
+    ({"loss": "chunked"}, "loss=\"chunked\" of a LlamaForCausalLM: an engine calls its layers and its loss"),
+    ({"attention": "tiles"}, "attention=\"tiles\" of a LlamaForCausalLM: its own is sdpa; give attn_implementation"),
+    ({"recompute": "attention core"}, "a LlamaDecoderLayer has no attention core"),
+    ({"dp": 2}, "2 ranks, and 1 are here")])
+def test_what_a_model_does_not_have_is_named(values, words):
+    with pytest.raises(ValueError, match=words):
+        build(Recipe(**values), kit.LLAMA())
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from dataclasses import fields
 from unittest import mock
 
 import torch
+from outside.models import GROUPED, causal
 
 from refimpl import memory
 from refimpl.attention import sparse, tiled_attention
@@ -18,6 +19,8 @@ from refimpl.engine.building import dry_recipe
 from refimpl.engine.recipe_rules import RULES
 from refimpl.model import GPT, GPTConfig
 
+LLAMA = causal("llama", **GROUPED | {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64,
+                                     "vocab_size": 64, "max_position_embeddings": 64})
 CONFIG = GPTConfig(vocab_size=64, context_length=32, layers=4, hidden=32, heads=4)
 ROWS, STEPS, RANKS = 8, 3, 4
 
@@ -141,16 +144,17 @@ def trained(comm, values, steps=STEPS, make=lambda: GPT(CONFIG)):
 
 
 @functools.cache
-def plain(precision, window, optimizer):
+def plain(precision, window, optimizer, make=None):
     """Losses of one process without any technique, but for what decides numbers."""
-    return trained(None, {"precision": precision, "window": window, "optimizer": optimizer})[0]
+    given = {"precision": precision, "window": window, "optimizer": optimizer}
+    return trained(None, given, **{} if make is None else {"make": make})[0]
 
 
-def far(values, losses):
+def far(values, losses, make=None):
     """How far losses are from the plain ones, and how far they may be: rounding, more of it in 16 bits, and what a
     technique that rounds on purpose does to such small steps."""
     numbers = [values.get(name, DEFAULTS[name]) for name in ("precision", "window", "optimizer")]
-    away = max(abs(a - b) for a, b in zip(losses, plain(*numbers), strict=True))
+    away = max(abs(a - b) for a, b in zip(losses, plain(*numbers, make), strict=True))
     rounds = {"compression", "gathers", "reduce_dtype"} & values.keys() or values.get("activations") in ("bf16", "int8")
     return away, 2e-2 if rounds else 1e-3 if numbers[0] != "fp32" else 2e-5
 
