@@ -8,6 +8,7 @@ Rows of flash attention on as many heads say what a state is in place of.
 import functools
 import importlib
 import importlib.util
+import inspect
 from pathlib import Path
 
 import torch
@@ -72,7 +73,8 @@ def candidates(kind):
     else:
         if importlib.util.find_spec("transformers"):
             module = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
-            found[TRANSFORMERS] = _as_ours(functools.partial(module.torch_chunk_gated_delta_rule, chunk_size=CHUNK))
+            rule = inspect.unwrap(module.torch_chunk_gated_delta_rule)  # where fla is installed, it would call fla's
+            found[TRANSFORMERS] = _as_ours(functools.partial(rule, chunk_size=CHUNK))
         if (spec := importlib.util.find_spec("fla")) and spec.submodule_search_locations:
             found[FLA] = _as_ours(_reference_of(Path(spec.submodule_search_locations[0])))
     flash = flash_attention if kind == "cuda" else tiled_attention
