@@ -97,10 +97,11 @@ def _step(build, mesh, rank, size, max_norm, options):
     (all_rows, rows), length = size[:2], size[2] or length
     engine.expect(rows, length, hidden, next(engine.model.parameters()).dtype)
     batch = [torch.zeros(all_rows, length, dtype=torch.int64)[:rows] if needed else None for needed in engine.needs]
-    if needs_a_first_step(engine.engine):
+    first = first_steps(engine.engine)
+    for _ in range(first):
         engine.train_step(*batch)
         engine.step()
-    else:
+    if not first:
         make_states(engine.engine)  # a first step would make them: what is asked is a later one
     before = sent(mesh)
     engine.train_step(*batch)
@@ -116,11 +117,14 @@ def _sizes(model):
             getattr(config, "hidden", None) or config.hidden_size)
 
 
-def needs_a_first_step(engine):
-    """Tell whether a later step differs from the first one in more than states: stage 3 does not know yet in which
-    order units run, a store and the host make states where they keep them, a compressor has left nothing out."""
-    return engine.stage == 3 or engine._stored.store is not None or not hasattr(engine.update, "factor") and (
-        engine.stage) or engine.reducer.hook is not None
+def first_steps(engine):
+    """Return how many steps a later one differs from in more than states. Two with a store, which has host memory for
+    gradients and states together from the third on. One where stage 3 does not know yet in which order units run, the
+    host makes states where it keeps them, or a compressor has left nothing out. Else none."""
+    if engine._stored.store is not None:
+        return 2
+    on_host = engine.stage and not hasattr(engine.update, "factor")
+    return int(engine.stage == 3 or on_host or engine.reducer.hook is not None)
 
 
 def make_states(engine):

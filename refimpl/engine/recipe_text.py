@@ -16,8 +16,8 @@ ABOUT = """# Recipe: one description of a training
 also a file in TOML: `Recipe.from_toml("recipe.toml")`, `recipe.to_toml()`. A test writes this page,
 `tests/engine/test_recipe_pairs.py`."""
 TOGETHER = """{pairs:,} pairs of two fields' values go together: {recipes} recipes on up to four ranks hold each of
-them. They train as one process does, within the bytes that a dry run foretells. These pairs are refused before ranks
-start, all that is wrong with a recipe in one error:"""
+them, and a test trains them beside one process. These pairs are refused before ranks start, all that is wrong with a
+recipe in one error:"""
 
 
 def to_toml(recipe):

@@ -1,8 +1,10 @@
 """Each pair of two fields' values composes, or is refused by a rule that names both; bytes are those of a dry run."""
 
 import functools
+import gc
 import os
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from refimpl.comm.simulating import simulate
 from refimpl.engine import Recipe, build
 from refimpl.engine.recipe_rules import RULES
 from refimpl.engine.recipe_text import document
+from refimpl.model import GPT
 from refimpl.offload.disk_store import buffers_bytes
 
 ROWS = kit.covering()
@@ -26,7 +29,7 @@ def on_ranks(values):
     world = kit.world_of(values)
     if world == 1:
         return [kit.trained(None, values)]
-    return launch(in_a_process, world, values)
+    return launch(in_a_process, world, values, device="cpu")
 
 
 def in_a_process(comm, values):
@@ -95,7 +98,8 @@ def llama(comm, values):
     pytest.param({"cp": 2, "zero": 2, "update": "host", "precision": "bf16"}, marks=pytest.mark.nightly)], ids=str)
 def test_a_model_that_others_wrote(values):
     world = kit.world_of(values)
-    for rank, (losses, nbytes) in enumerate(launch(llama, world, values) if world > 1 else [llama(None, values)]):
+    found = launch(llama, world, values, device="cpu") if world > 1 else [llama(None, values)]
+    for rank, (losses, nbytes) in enumerate(found):
         away, most = kit.far(values, losses, kit.LLAMA)
         off = sum(nbytes.values()) - sum(kit.asked(values, rank, kit.LLAMA).values())
         assert away <= 2 * most and abs(off - round(off / STATE) * STATE) <= OFF * sum(nbytes.values()), (rank, off)
@@ -109,6 +113,51 @@ def test_a_model_that_others_wrote(values):
 def test_what_a_model_does_not_have_is_named(values, words):
     with pytest.raises(ValueError, match=words):
         build(Recipe(**values), kit.LLAMA())
+
+
+def scaled(comm):
+    """Norms of gradients in fp16 and fp32, and whether a step that overflows leaves the parameters of an fp16 GPT."""
+    torch.set_num_threads(1)
+    found, x = {}, torch.arange(32).repeat(4, 1)
+    for precision in ("fp32", "fp16"):
+        torch.manual_seed(0)
+        recipe = Recipe(precision=precision, dp=comm.world_size, zero=2, loss_scale_power=8)
+        engine = build(recipe, GPT(kit.CONFIG), comm)
+        engine.train_step(x, x)
+        found[precision] = engine.clip_grad_norm_(1.0).item()
+        engine.step()
+    before = [p.detach().clone() for p in engine.model.parameters()]
+    engine.train_step(x, x)
+    next(each for shards in engine.engine.gradients() for each in shards).fill_(float("inf"))
+    engine.clip_grad_norm_(1.0), engine.step()
+    stays = all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
+    engine.train_step(x, x)  # the factor of the skipped step is forgotten
+    return found, stays, engine.scaler.skipped_steps, engine.clip_grad_norm_(1.0).item()
+
+
+def test_fp16_gradients_are_divided_in_norms_and_steps():
+    for norms, stays, skipped, later in launch(scaled, 3, device="cpu"):
+        assert norms["fp16"] == pytest.approx(norms["fp32"], rel=0.01) and stays and skipped == 1
+        assert 0 < later < 100
+
+
+def left(comm):
+    """The layers of a GPT that are alive on a rank of a pipeline."""
+    model = GPT(kit.CONFIG)
+    alive = [weakref.ref(block) for block in model.blocks]
+    engine = build(Recipe(pp=2, loss="chunked"), model, comm)
+    del model
+    gc.collect()
+    return len([each for each in alive if each() is not None]), len(engine.pipe.stages)
+
+
+def test_a_loss_without_logits_holds_no_layer_of_another_stage():
+    assert launch(left, 2, device="cpu") == [(2, 1)] * 2
+
+
+def test_compressed_activations_under_attention_in_tiles_are_foretold():
+    values = {"activations": "int8", "attention": "tiles", "micro_batches": 2}
+    assert kit.asked(values) == {**kit.trained(None, values)[1]}
 
 
 @functools.cache
