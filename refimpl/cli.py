@@ -48,7 +48,8 @@ def main(arguments=None):
     benches = commands.add_parser("bench", help="run a technique beside its peer, and print or record the readings",
                                   description="Run a technique beside its peer.",
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
-    if (sys.argv[1:] if arguments is None else arguments)[:1] == ["bench"]:
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["bench"]:
         bench = benchmarks()
         bench.add_arguments(benches)
         benches.set_defaults(run=bench.run, parser=benches)
@@ -59,7 +60,7 @@ def main(arguments=None):
     estimates = commands.add_parser("estimate", help="say what a rank of a training would hold, and whether it fits",
                                     description="Run a training step on tensors without memory, and print the bytes "
                                     "of a rank by category.", formatter_class=argparse.RawDescriptionHelpFormatter)
-    estimate.add_arguments(estimates)
+    estimate.add_arguments(estimates, given[:1] == ["estimate"])
     estimates.set_defaults(run=estimate.run, parser=estimates)
     explains = commands.add_parser("explain", help="run a training script for some steps: which bytes it takes, and "
                                    "what would help", description="Run a training script, unchanged, for some steps of "
@@ -88,7 +89,7 @@ def main(arguments=None):
                                  formatter_class=argparse.RawDescriptionHelpFormatter, epilog=check.EXAMPLE)
     check.add_arguments(checks)
     checks.set_defaults(run=check.run, parser=checks)
-    chosen = parser.parse_args(explain.as_one_word(sys.argv[1:] if arguments is None else arguments))
+    chosen = parser.parse_args(explain.as_one_word(given))
     if "run" in chosen:
         if said := untested(torch.__version__):
             print_text(said, file=sys.stderr)

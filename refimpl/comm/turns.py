@@ -56,6 +56,7 @@ class Turns:
             raise
         finally:
             _set_random_state(before)
+            self._random.clear()  # communicators refer to each other, and are there until they are collected
         if self.failure:
             raise _error(*self.failure)
         return [results[rank] for rank in range(len(threads))]

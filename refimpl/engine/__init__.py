@@ -8,11 +8,11 @@ same rows on ranks that share them). `launch` runs a function on the ranks of a 
 nobody has.
 """
 
-from .building import build
+from .building import build, dry_recipe
 from .dry import DryRank, dry_rank, worst_rank
 from .launch import launch
 from .recipe import Recipe
 from .together import together
 from .training import ParallelEngine
 
-__all__ = ["DryRank", "ParallelEngine", "Recipe", "build", "dry_rank", "launch", "together", "worst_rank"]
+__all__ = ["DryRank", "ParallelEngine", "Recipe", "build", "dry_rank", "dry_recipe", "launch", "together", "worst_rank"]

@@ -1,5 +1,6 @@
 """From a recipe to an engine: what each of its values is, given to `together`, which has the order."""
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable
@@ -15,12 +16,12 @@ from ..model import GPT, Attention
 from ..offload import CPUAdam, DiskStore, HostStore
 from ..zero.quantized import BlockCodec
 from .dry import DryRank, dry_rank, worst_rank
-from .recipe import Recipe
 from .recipe_rules import mesh_of
 from .together import together
 
 if TYPE_CHECKING:
     from ..comm.communicator import Communicator
+    from .recipe import Recipe
     from .training import ParallelEngine
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,7 +31,7 @@ OPTIMIZERS = {"adamw": (torch.optim.AdamW, {"foreach": True}), "adamw-fused": (t
 TILES_ABOVE = 2048  # tokens of a rank
 
 
-def build(recipe: Recipe, model: torch.nn.Module, comm: "Communicator | None" = None, *,
+def build(recipe: "Recipe", model: torch.nn.Module, comm: "Communicator | None" = None, *,
           optimizer: Callable[..., torch.optim.Optimizer] | None = None, loss: Any = None, seed: int = 0,
           weights: Any = None) -> "ParallelEngine":
     """Put together what `recipe` says, for `model`, on the ranks of `comm`; returns a ParallelEngine. All ranks call
@@ -61,7 +62,7 @@ def _device_of(model):
     return torch.empty(0).device if found.type == "meta" else found
 
 
-def optimizer_of(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:
+def optimizer_of(recipe: "Recipe") -> Callable[..., torch.optim.Optimizer]:
     """Return a recipe's optimizer, a function of parameters."""
     kind, options = OPTIMIZERS[recipe.optimizer]
     return functools.partial(kind, lr=recipe.learning_rate, **options)
@@ -100,10 +101,12 @@ def scaler_of(recipe, comm):
         max_scale=fixed or 2.0**24, comm=comm)
 
 
-def attention_of(recipe):
-    """Return a function that gives a model the recipe's attention, in place, or None for the model's own."""
+def attention_of(recipe, **how):
+    """Return a function that gives a model the recipe's attention, in place, or None for the model's own. `how`: the
+    kernel of block-sparse attention."""
     if recipe.window is not None:
-        return lambda model: sparse(model, functools.partial(_window, recipe.window, recipe.global_tokens))
+        mask = functools.partial(_window, recipe.window, recipe.global_tokens)
+        return lambda model: sparse(model, mask, **how)
     return functools.partial(_in_tiles, recipe) if recipe.attention != "own" and recipe.cp == 1 else None
 
 
@@ -123,18 +126,33 @@ def _in_tiles(recipe, model):
             module.set_attention(flash_attention)
 
 
-def dry_recipe(recipe: Recipe, make: Callable[[], torch.nn.Module], rows: int, length: int | None = None, *,
-               rank: int | None = None, **options: Any) -> DryRank:
+def without_values(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of a model on the meta device. The model keeps its values, and they are not copied."""
+    held = {id(x): x for x in (*model.parameters(), *model.buffers())}
+    memo = {key: torch.nn.Parameter(x.detach().to("meta"), x.requires_grad) if isinstance(x, torch.nn.Parameter)
+            else x.to("meta") for key, x in held.items()}
+    return copy.deepcopy(model, memo)
+
+
+def dry_recipe(recipe: "Recipe", make: Callable[[], torch.nn.Module], rows: int, length: int | None = None, *,
+               rank: int | None = None, gpu: Any = None, **options: Any) -> DryRank:
     """Ask a rank what it holds and sends in a later step of a recipe, without memory; None: the fullest one.
 
     - `make`: a function that returns the model; it is called with the meta device as default.
     - `rows`, `length`: of the batch of one place on dp; `length` by default the model's context.
-    - `options`: `max_norm` and `every` of `dry_rank`.
+    - `gpu`: whose kernels run, as in `memory.dry_run`. `options`: `max_norm` and `every` of `dry_rank`.
 
     ValueError for rows that the micro-batches do not divide, and what `build` refuses.
     """
-    options |= {"together": functools.partial(put_together, recipe), "optimizer": None,
+    return dry_ranks(recipe, make, rows, length, rank=rank, gpu=gpu, **options)[0]
+
+
+def dry_ranks(recipe, make, rows, length=None, *, rank=None, gpu=None, **options):
+    """Return the DryRank that `dry_recipe` returns, and after it those that were asked to find it."""
+    attend = attention_of(recipe, **({} if gpu is None else {"kernel": "triton"}))
+    options |= {"together": functools.partial(put_together, recipe, attend=attend), "optimizer": None, "gpu": gpu,
                 "micro_batches": recipe.micro_batches, "schedule": recipe.schedule}
     if rank is not None:
-        return dry_rank(make, recipe.mesh, rank, rows, length, **options)
-    return worst_rank(make, recipe.mesh, rows, length, chunks=recipe.chunks, style=recipe.style, **options)[0]
+        return [dry_rank(make, recipe.mesh, rank, rows, length, **options)]
+    worst, found = worst_rank(make, recipe.mesh, rows, length, chunks=recipe.chunks, style=recipe.style, **options)
+    return [worst, *(each for each in found if each is not worst)]

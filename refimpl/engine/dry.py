@@ -5,16 +5,21 @@
     found.peak          # Ledger: bytes of this rank by category, at the highest moment of a later step
     found.traffic       # {axis: Traffic}: bytes that it sends in a step, over which wire
 
-In a step of 1F1B stage r of p has p − r micro-batches in flight when its first backward ends; from then on it does the
-same again, one forward, one backward. So n = p − r + 2 are traced, and the traffic of the others is added.
+In a step of 1F1B stage r of p has n = p − r micro-batches in flight when its first backward ends; from then on it does
+the same again, one forward, one backward. So n + 2 of its m micro-batches are traced, and the traffic of the others is
+added. In a deep pipeline bytes grow by the same with each one in flight, so two shallow ones are traced in place of it:
 
-    peak(m) = peak(n)        traffic(m) = traffic(n) + (m − n) · traffic of a micro-batch
+    peak(n, m) = peak(n, n + 2)        peak(n, ·) = peak(3, ·) + (n − 3) · (peak(3, ·) − peak(2, ·))    in each phase
+    traffic(m) = traffic(n + 2) + (m − n − 2) · traffic of a micro-batch
 """
 
+import dataclasses
 import functools
+import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,29 +28,54 @@ from ..common.ledger import Ledger
 from ..pipeline import schedule as schedule_of
 from ..pipeline import validate
 from ..pipeline.partition import cuts
+from ..pipeline.schedules import one_forward_one_backward
+from ..zero.internals.store import DeviceMemory
 from .together import ADAMW, together
 
 if TYPE_CHECKING:
     from ..mesh import Mesh
 
 WHOLE = "all"  # of the mesh: norms, losses, checks
+PHASES = ("forward", "backward", "step")
+DEEP = 7  # micro-batches in flight: with more of them, two shallow pipelines have fewer together
 
 
 @dataclass
 class DryRank:
     """What one rank holds and sends in a step.
 
-    - `peak`: a Ledger; `traffic`: {axis: Traffic}, "dp" being dp × cp, "all" norms and losses.
-    - `trace`: the Tracker, with its figures. `coordinates`: where the rank stands.
-    - `busiest`: the rank that has most optimizer states of those with the same parameters.
+    - `phases`: {phase: Ledger at its highest moment}; `phase`: the highest one, `peak` its Ledger.
+    - `traffic`: {axis: Traffic}, "dp" being dp × cp, "all" norms and losses.
+    - `trace`: the Tracker, with its figures. `steps`: the recording from where the engine is built.
+    - `coordinates`: where the rank stands. `busiest`: the rank that has most optimizer states of those with the same
+      parameters.
+    - `shallower`: in a deep pipeline, the DryRank with one micro-batch less in flight than `trace` has, and `deeper`:
+      how many there are more. Else None and 0.
     """
 
     rank: int
     coordinates: dict
-    peak: Ledger
+    phases: dict
     traffic: dict
     trace: object
     busiest: int
+    shallower: "DryRank | None" = None
+    deeper: int = 0
+
+    @property
+    def steps(self) -> Any:
+        """Return the recording of the steps alone, without what building and its proofs took."""
+        return self.trace.after(_index(self.trace, self.trace.result.built))
+
+    @property
+    def phase(self) -> str:
+        """Return the phase with the highest moment: "forward", "backward" or "step"."""
+        return max(self.phases, key=lambda phase: self.phases[phase].total)
+
+    @property
+    def peak(self) -> Ledger:
+        """Return the Ledger at the highest moment."""
+        return self.phases[self.phase]
 
     def __repr__(self):
         at = ", ".join(f"{axis} {self.coordinates[axis]}" for axis in ("tp", "cp", "dp", "pp"))
@@ -55,45 +85,87 @@ class DryRank:
 
 def dry_rank(build: Callable[[], torch.nn.Module], mesh: "Mesh", rank: int, rows: int, length: int | None = None, *,
              optimizer: Callable[..., torch.optim.Optimizer] | None = ADAMW, max_norm: float = 1.0,
-             micro_batches: int = 1, schedule: str = "1f1b", every: bool = False, **options: Any) -> DryRank:
+             micro_batches: int = 1, schedule: str = "1f1b", every: bool = False, gpu: Any = None,
+             **options: Any) -> DryRank:
     """Ask a rank of a mesh what it holds and sends in a later step, one with optimizer states. Returns a DryRank.
 
     - `build`: a function that returns the model; it is called with the meta device as default.
     - `rows`, `length`: of the batch of one place on dp; `length` by default the model's context.
-    - `every`: trace all micro-batches of 1F1B. `options`: those of `together`.
+    - `every`: trace all micro-batches of 1F1B. `gpu`: whose kernels run, as in `memory.dry_run`.
+    - `options`: those of `together`.
 
     ValueError for rows that the micro-batches do not divide, and what `together` refuses.
     """
     if rows % micro_batches:
         raise ValueError(f"rows={rows} in {micro_batches} micro-batches: expected a multiple, so that all are alike")
-    traced = min(micro_batches, mesh.pp - mesh.coordinates(rank)["pp"] + 2)
-    # in other schedules micro-batches in flight follow no simple rule: trace all of them
-    traced = traced if schedule == "1f1b" and mesh.pp > 1 and not every else micro_batches
-    options |= {"schedule": schedule, "micro_batches": traced}
     options |= {} if optimizer is None else {"optimizer": optimizer}
-    size = (rows, rows // micro_batches * traced, length)
+    ask = functools.partial(_asked, build, mesh, rank, (rows // micro_batches, micro_batches, length), max_norm, gpu,
+                            options)
+    flight = min(micro_batches, mesh.pp - mesh.coordinates(rank)["pp"])
+    # in other schedules micro-batches in flight follow no simple rule: trace all of them
+    if schedule != "1f1b" or mesh.pp == 1 or every:
+        return ask(schedule, micro_batches)
+    steady = min(2, micro_batches - flight)
+    if flight <= DEEP or not steady:  # without a later forward messages wait for longer than in a shallow one
+        return ask(schedule, flight + steady)
+    two, three = (ask(one_forward_one_backward(mesh.pp, n + steady, in_flight=n), n + steady) for n in (2, 3))
+    grow = functools.partial(_grown, two.phases, three.phases, flight - 3)
+    return dataclasses.replace(three, phases={phase: grow(phase) for phase in three.phases}, shallower=two,
+                               deeper=flight - 3)
+
+
+def _grown(less, more, times, phase):
+    """Return a phase's Ledger of a pipeline that has `times` micro-batches more in flight than `more`, which has one
+    more than `less`."""
+    names = {*less[phase], *more[phase]}
+    return Ledger({name: more[phase].get(name, 0) + times * (more[phase].get(name, 0) - less[phase].get(name, 0))
+                   for name in names})
+
+
+def _asked(build, mesh, rank, size, max_norm, gpu, options, schedule, traced):
+    """Return the DryRank of a step of which so many micro-batches are traced."""
     from ..memory import dry_run
 
-    trace = dry_run(_step, build, mesh, rank, size, max_norm, options)
-    before, between, after, place = trace.result
+    b, m, length = size
+    options = options | {"schedule": schedule, "micro_batches": traced}
+    trace = dry_run(_step, build, mesh, rank, (b * m, b * traced, length), max_norm, options, gpu=gpu)
+    before, between, after = trace.result.sent
     traffic = {axis: after[axis] - before[axis] for axis in after}
     for axis, in_step in ((axis, between[axis] - before[axis]) for axis in after if axis in ("tp", "cp", "pp")):
         repeated = Traffic(send=in_step["send"]) if axis == "pp" else in_step
-        traffic[axis] += Traffic({name: count * (micro_batches - traced) // traced
-                                  for name, count in repeated.items()})
-    peak = max((trace.peak_moment(phase).ledger for phase in ("forward", "backward", "step")),
-               key=lambda ledger: ledger.total)  # without the start
-    return DryRank(rank, mesh.coordinates(rank), peak, traffic, trace, mesh.ranks("dp", "cp", rank=rank)[place])
+        traffic[axis] += Traffic({name: count * (m - traced) // traced for name, count in repeated.items()})
+    timeline, first = trace.timeline, _index(trace, trace.result.began) + 1  # row 0 is from before the first operation
+    rows = {phase: [i for i in range(first, len(timeline)) if timeline.ops[i].phase == phase] for phase in PHASES}
+    phases = {phase: timeline[max(at, key=timeline.totals.__getitem__)].ledger for phase, at in rows.items() if at}
+    return DryRank(rank, mesh.coordinates(rank), phases, traffic, trace,
+                   mesh.ranks("dp", "cp", rank=rank)[trace.result.busiest])
+
+
+def _index(trace, time_ns):
+    """Return the place of the first operation at a time, or later."""
+    return bisect_left(trace.ops, time_ns, key=lambda op: op.time_ns)
+
+
+class _Steps(NamedTuple):
+    """When the engine was built, and the last step began (ns); what was sent before that, after its backwards, and at
+    its end; the place with most states; how many parameters the whole model has."""
+
+    built: int
+    began: int
+    sent: tuple
+    busiest: int
+    parameters: int
 
 
 def _step(build, mesh, rank, size, max_norm, options):
-    """Build a rank's part and make a step. Returns what was sent before it, after its backwards, and at its end."""
+    """Build a rank's part and make a step. Returns the _Steps."""
     mesh = mesh.connect(FakeCommunicator(rank, mesh.world_size))
     with torch.device("meta"):
         model = build()
-    length, hidden = _sizes(model)
+    (length, hidden), parameters = _sizes(model), sum(p.numel() for p in model.parameters())
     engine = options.pop("together", together)(model, mesh, **options)
     del model
+    built = time.time_ns()
     (all_rows, rows), length = size[:2], size[2] or length
     engine.expect(rows, length, hidden, next(engine.model.parameters()).dtype)
     batch = [torch.zeros(all_rows, length, dtype=torch.int64)[:rows] if needed else None for needed in engine.needs]
@@ -103,12 +175,12 @@ def _step(build, mesh, rank, size, max_norm, options):
         engine.step()
     if not first:
         make_states(engine.engine)  # a first step would make them: what is asked is a later one
-    before = sent(mesh)
+    began, before = time.time_ns(), sent(mesh)
     engine.train_step(*batch)
     between = sent(mesh)
     engine.clip_grad_norm_(max_norm)
     engine.step()
-    return before, between, sent(mesh), busiest(engine.engine)
+    return _Steps(built, began, (before, between, sent(mesh)), busiest(engine.engine), parameters)
 
 
 def _sizes(model):
@@ -121,7 +193,7 @@ def first_steps(engine):
     """Return how many steps a later one differs from in more than states. Two with a store, which has host memory for
     gradients and states together from the third on. One where stage 3 does not know yet in which order units run, the
     host makes states where it keeps them, or a compressor has left nothing out. Else none."""
-    if engine._stored.store is not None:
+    if not isinstance(engine._stored.store, DeviceMemory):
         return 2
     on_host = engine.stage and not hasattr(engine.update, "factor")
     return int(engine.stage == 3 or on_host or engine.reducer.hook is not None)

@@ -9,12 +9,18 @@ anything is split. A file in TOML says the same (`recipe_text`).
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..mesh import Mesh
 from . import recipe_text
+from .recipe_budget import within
 from .recipe_rules import check_recipe, known
+from .recipe_why import explained
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -128,6 +134,25 @@ class Recipe:
         return {each.name: (getattr(self, each.name), getattr(other, each.name)) for each in fields(self)
                 if getattr(self, each.name) != getattr(other, each.name)}
 
+    def explain(self, model: "torch.nn.Module | Callable[[], torch.nn.Module]", rows: int,
+                length: int | None = None) -> str:
+        """Return what each line does to a model, in words and bytes of the fullest rank, by dry runs.
+
+        - `model`: a model, which stays as it is, or a function that returns it, which is called with the meta device
+          as default.
+        - `rows`, `length`: of the batch of one place on dp; `length` by default the model's context.
+
+        ValueError and TypeError for what the model does not have, and for rows that the micro-batches do not divide.
+        """
+        return explained(self, asking(model, rows, length)[0])
+
+    def within(self, budget: int, model: "torch.nn.Module | Callable[[], torch.nn.Module]", rows: int,
+               length: int | None = None) -> "Recipe":
+        """Return this recipe with the fewest recomputed blocks with which its fullest rank holds at most `budget` bytes
+        in a step. Arguments and errors are `explain`'s; ValueError also for a budget that is too small."""
+        ask, layers = asking(model, rows, length)
+        return within(self, budget, layers, ask)
+
     def to_toml(self) -> str:
         """Return the recipe as TOML: the fields that are not the default, each with its meaning."""
         return recipe_text.to_toml(self)
@@ -148,3 +173,14 @@ class Recipe:
 
     def __repr__(self):
         return f"Recipe({', '.join(f'{name}={value!r}' for name, value in self.changed().items())})"
+
+
+def asking(model, rows, length):
+    """Return a function that asks for the fullest rank of a recipe of `model`, and how many layers that has."""
+    from ..pipeline.stages import layers_of
+    from .building import dry_recipe, without_values
+
+    make = functools.partial(without_values, model) if isinstance(model, torch.nn.Module) else model
+    with torch.device("meta"):
+        layers = layers_of(make())
+    return lambda recipe: dry_recipe(recipe, make, rows, length), layers

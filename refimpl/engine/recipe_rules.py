@@ -78,9 +78,6 @@ RULES = (
     Rule(("recompute", "schedule"), lambda r: r.recompute != "none" and r.pp > 1 and r.schedule in DIVIDED,
          "backwards are in two parts: what the first one has computed again would have to stay until the second. Use "
          "1f1b or interleaved"),
-    Rule(("recompute", "activations"), lambda r: r.recompute != "none" and r.activations != "kept",
-         "a block that is computed again keeps its input alone, in a region of its own: what else it saves is made "
-         "anew in backward, and would be compressed or copied there to no use. Give one of the two"),
     Rule(("mlp", "recompute"), lambda r: r.mlp != "plain" and r.recompute in ("blocks", "mlp"),
          "the layer is computed again already, and both would compute it three times: give one of the two"),
     Rule(("mlp", "tp"), lambda r: r.mlp != "plain" and r.tp > 1,

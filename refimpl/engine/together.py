@@ -60,11 +60,12 @@ STAGES = (DataParallel, Zero1, Zero2, Zero3)
 
 
 def together(model: torch.nn.Module, mesh: "ConnectedMesh", optimizer: Callable[..., torch.optim.Optimizer] = ADAMW, *,
-             zero: int = 1, micro_batches: int = 1, schedule: str = "1f1b", chunks: int | None = None,
+             zero: int = 1, micro_batches: int = 1, schedule: Any = "1f1b", chunks: int | None = None,
              style: str = "parameters", recompute: Any = False, sequence: bool = False, context: Any = "ring",
              loss: Any = None, seed: int = 0, weights: Any = None, dtype: torch.dtype | None = None, mlp: str = "plain",
              head: str = "logits", attend: Any = None, activations: str = "kept",
-             autocast: torch.dtype | None = None, scaler: Any = None, **options: Any) -> ParallelEngine:
+             autocast: torch.dtype | None = None, scaler: Any = None,
+             region: Callable[[], Any] = contextlib.nullcontext, **options: Any) -> ParallelEngine:
     """Split `model` over the ranks of a connected mesh; returns a ParallelEngine. All ranks call it.
 
     - `model`: our GPT, or a decoder of Hugging Face; an nn.Sequential if tp = cp = 1. The same on all ranks. On the
@@ -72,7 +73,8 @@ def together(model: torch.nn.Module, mesh: "ConnectedMesh", optimizer: Callable[
     - `mesh`: `Mesh(tp=2, pp=2, dp=2).connect(comm)`.
     - `zero`: the stage of ZeRO: 0 to 3, in a pipeline 0 or 1 (`refused`). `options`: further ones of its engine. States
       are cut over dp × cp, or over shards × cp if the mesh has `shards`.
-    - `micro_batches`: of a step on each rank. `schedule`, `chunks`: a pipeline's order, see `pipeline.schedule`.
+    - `micro_batches`: of a step on each rank. `schedule`, `chunks`: a pipeline's order, see `pipeline.schedule`; or
+      a Schedule.
     - `style`: how layers are shared out, see `pipeline.partition`.
     - `recompute`: keep of each layer its input alone; or what `Recipe.recompute` takes. `sequence`: split tokens
       between layers over tp, too.
@@ -80,17 +82,19 @@ def together(model: torch.nn.Module, mesh: "ConnectedMesh", optimizer: Callable[
     - `loss`: `loss(output, targets)`, for a model that has none of its own.
     - `dtype`: of the weights; None: as they are. `mlp`, `head` ("logits" or "chunked"), `activations`: as a Recipe's
       fields `mlp`, `loss` and `activations`. `attend`: a function that gives a model another attention, in place.
-    - `autocast`: the dtype of operations in forwards. `scaler`: an AdaptiveLossScaler over all ranks.
+    - `autocast`: the dtype of operations in forwards. `scaler`: an AdaptiveLossScaler over all ranks. `region`: returns
+      a context of yours that forwards run in.
 
     With dropout, seed ranks that differ in dp, cp or pp differently, those of tp alike.
     ValueError and TypeError for what cannot go together, before anything is split.
     """
-    order = schedule_of(schedule, mesh.pp, micro_batches, chunks)
+    order = schedule_of(schedule, mesh.pp, micro_batches, chunks) if isinstance(schedule, str) else schedule
     exchange(model, dtype, mlp, head, attend)
     ends = cuts(model, order.stages, style)
     check(model, mesh, zero, order, ends, sequence, recompute, loss)  # while the model is still whole
     tp, cp, pp, data = (mesh.get_parallel_group(*axes) for axes in (("tp",), ("cp",), ("pp",), ("dp", "cp")))
-    if loss is None and (loss := loss_of(model)) is not None:
+    theirs = loss is None and loss_of(model) is not None
+    if theirs:
         prove_loss(model, loss_of)  # a class may add to it, as what balances experts
     check_same_model(mesh.comm, model, seed=seed, weights=_bytes_of(weights))
     values = values_of(model, seed, weights)
@@ -99,14 +103,15 @@ def together(model: torch.nn.Module, mesh: "ConnectedMesh", optimizer: Callable[
         context_parallel(model, attention)
     if mesh.tp > 1:
         tensor_parallel(model, tp, loss_parallel=not isinstance(model, GPT))
+    loss = loss_of(model) if theirs else loss  # of logits that are split, now
     division = Division(model, ends, order, mesh)
     del model  # the layers of other ranks go with it
     gc.collect()  # trials of layers, above, leave cycles that hold some of them
     if values is not None:
         give_values(division.here, mesh.comm.device, values)
     if sequence:
-        for stage in division.stages.values():
-            split_tokens(stage, tp, layers_of(stage), last_norm(stage))
+        for s, stage in division.stages.items():
+            split_tokens(stage, tp, layers_of(stage), last_norm(stage), s == 0, s == order.stages - 1)
     recomputed = recomputed_part(division.layers, recompute)
     kept = keeping(division.here, activations)
     if mesh.sizes["replicas"] > 1:
@@ -115,9 +120,9 @@ def together(model: torch.nn.Module, mesh: "ConnectedMesh", optimizer: Callable[
     engine = build() if mesh.pp == 1 else None  # it trains the one stage itself, and reduces during backward
     pipe = PipelineParallelStage(division.stages if engine is None else {0: engine}, pp, order, loss=loss,
                                  count=count, total=average_of(data), tied=division.tied,
-                                 region=region_of_forwards(mesh.comm.device, autocast, kept),
+                                 region=region_of_forwards(mesh.comm.device, autocast, kept, region),
                                  scale=None if scaler is None else scaler.get_scale)
-    return ParallelEngine(mesh, pipe, engine or build(), attention, recomputed, scaler)
+    return ParallelEngine(mesh, pipe, engine or build(), attention, recomputed, scaler, sequence)
 
 
 def exchange(model, dtype, mlp, head, attend):
@@ -155,23 +160,24 @@ def keeping(stage, activations):
     return offload_activations(stage) if activations == "host" else compress_activations(stage, activations)
 
 
-def region_of_forwards(device, autocast, kept):
-    """Return a function that makes the context of a forward."""
+def region_of_forwards(device, autocast, kept, given):
+    """Return a function that makes the context of a forward, the caller's outermost."""
     @contextlib.contextmanager
     def region():
-        with contextlib.nullcontext() if autocast is None else torch.autocast(device.type, autocast):
+        with given(), contextlib.nullcontext() if autocast is None else torch.autocast(device.type, autocast):
             with contextlib.nullcontext() if kept is None or not torch.is_grad_enabled() else kept:
                 yield
 
-    return region if autocast is not None or kept is not None else contextlib.nullcontext
+    return given if autocast is None and kept is None else region
 
 
 def loss_of(model):
     """Return how the last stage's output is scored: None for a GPT, which does so itself."""
     if isinstance(model, GPT) or not hasattr(type(model), "loss_function"):
         return None
-    score, vocabulary = functools.partial(getattr, model, "loss_function"), model.config.get_text_config().vocab_size
-    return lambda logits, targets: score()(logits=logits, labels=None, vocab_size=vocabulary, shift_labels=targets)
+    # the function alone: what refers to the model would hold the layers of other ranks
+    score, vocabulary = model.loss_function, model.config.get_text_config().vocab_size
+    return lambda logits, targets: score(logits=logits, labels=None, vocab_size=vocabulary, shift_labels=targets)
 
 
 def values_of(model, seed, weights):

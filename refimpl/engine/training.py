@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..tensor.conjugate import rows_of
 from .batch import check_batch
 
 if TYPE_CHECKING:
@@ -24,9 +25,9 @@ class ParallelEngine:
     """
 
     def __init__(self, mesh: "ConnectedMesh", pipe: "PipelineParallelStage", engine: Any, attention: Any = None,
-                 recomputed: Any = None, scaler: Any = None) -> None:
+                 recomputed: Any = None, scaler: Any = None, sequence: bool = False) -> None:
         self.mesh, self.pipe, self.engine, self.attention, self.recomputed = mesh, pipe, engine, attention, recomputed
-        self.scaler = scaler
+        self.scaler, self.sequence = scaler, sequence
         mesh.get_parallel_group("tp", "cp", "pp")  # all ranks make it
         self.data, self.stepped = mesh.get_parallel_group("dp", "cp"), True
 
@@ -86,7 +87,14 @@ class ParallelEngine:
         """Say what goes between stages, for a dry run: x of a batch of so many rows and tokens."""
         order, tokens = self.pipe.schedule, length // self.mesh.cp
         parts = [len(each) for each in torch.arange(rows).tensor_split(order.micro_batches)]
-        self.pipe.expect({(s, k): [(dtype, True, (parts[k], tokens, hidden))] for s in range(1, order.stages)
+
+        def message(b):
+            if not self.sequence:
+                return [(dtype, True, (b, tokens, hidden))]
+            rows = rows_of(torch.Size((b, tokens)), self.mesh.tp)  # this rank's, and of how many tokens they are
+            return [(dtype, True, (1, rows, hidden)), (dtype, False, (b, tokens, 0))]
+
+        self.pipe.expect({(s, k): message(parts[k]) for s in range(1, order.stages)
                           for k in range(order.micro_batches)})
 
     def _mean(self, loss):

@@ -1,6 +1,7 @@
 """`refimpl estimate MODEL`: the bytes of a rank by category, without a GPU and without memory."""
 
 import argparse
+import importlib
 
 from ..untrusted.text import print_json, print_text, refuse
 from .estimate import estimate
@@ -11,8 +12,8 @@ TABLES = "\n".join(f"{name}:\n" + "\n".join(f"  {key:<14} {what}" for key, what 
                    for name, table in CHOICES.items())
 
 
-def add_arguments(parser):
-    """Add the command's arguments to an argparse parser."""
+def add_arguments(parser, recipes=False):
+    """Add the command's arguments to an argparse parser. `recipes`: those of recipes, too, which load the engine."""
     parser.epilog = TABLES
     parser.add_argument("model", metavar="MODEL", help="a name of the catalog (llama3-8b), a config.json of Hugging "
                         "Face, or file.py:function: a function that returns a model, or (model, batch)")
@@ -23,12 +24,16 @@ def add_arguments(parser):
                        ("global-tokens", "with --window: and the first so many")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=what)
     parser.add_argument("--zero", type=stage, metavar="STAGE", help="0 (data parallel, the default), 1, 2 or 3")
-    parser.add_argument("--recompute", action="store_true", help="keep of each block its input alone")
+    parser.add_argument("--recompute", nargs="?", const=True, type=policy, metavar="POLICY",
+                        help="keep of each block its input alone; of a recipe: what backward computes again, blocks, "
+                        "attention, \"attention core\", mlp, every k-th block (2), or a share of them (0.5)")
     for name, table in CHOICES.items():
-        parser.add_argument(f"--{name}", choices=list(table))
+        parser.add_argument(f"--{name}", choices=[*table, *["fp16"] * (name == "precision")])
     parser.add_argument("--gpu", metavar="NAME", help="of the catalog (a100-80): whose kernels run, and whether it "
                         "fits; default: h100-sxm's kernels; cpu: a CPU's")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON, as docs/estimate.schema.json says")
+    if recipes:
+        importlib.import_module(".recipe_options", __package__).add_arguments(parser)
 
 
 def number(text):
@@ -45,12 +50,26 @@ def stage(text):
     return int(text)
 
 
+def policy(text):
+    """Read what is recomputed: an integer, a fraction, or a word."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
 def run(arguments, parser):
-    """Print an estimate. Ends with one line and status 2 if there is no such model or training."""
-    given = {name: value for name, value in vars(arguments).items()
-             if name in Options.__dataclass_fields__ and value is not None}
+    """Print an estimate, of a recipe if any option asks for one. Ends with one line and status 2 if there is no such
+    model or training."""
+    options = {name: value for name, value in vars(arguments).items()
+               if name in Options.__dataclass_fields__ and value is not None}
     try:
-        found = estimate(arguments.model, **given)
+        said = importlib.import_module(".recipe_options", __package__).answer(arguments, options)
+        if said is None:
+            found = estimate(arguments.model, **options)
+            said = as_json(found) if arguments.json else as_text(found)
     except (ValueError, OSError) as error:
         refuse(parser, error)
-    print_json(as_json(found)) if arguments.json else print_text(as_text(found))
+    print_json(said) if isinstance(said, dict) else print_text(said)

@@ -1,22 +1,24 @@
 """The dry run of a step, and what can be said of it."""
 
-import re
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import catalog, memory
 from ..comm import FakeCommunicator
-from ..memory.fakes.program_lines import of_the_program, raised
 from ..memory.tracking.taking import NOT_COUNTED
 from .kernels import kernels_of
 from .model_sources import find
+from .refusal import refusal
 from .report import as_text
 from .reserved import cublas_workspace, reserved
 from .tracked_step import train
 from .training_options import CPU, Options
+
+if TYPE_CHECKING:
+    from ..engine.recipe import Recipe
+    from .recipe_estimate import RecipeEstimate
 
 PHASES = ("forward", "backward", "step")
 
@@ -53,6 +55,11 @@ class Estimate:
     trace: object = field(default=None, repr=False)
 
     @property
+    def precision(self) -> str:
+        """Return the precision that was asked for."""
+        return self.options.precision
+
+    @property
     def fits(self) -> bool | None:
         """Tell whether the GPU that was asked for has the bytes that would be reserved; None if none was asked for."""
         return None if self.gpu is None else self.reserved <= self.gpu.reported_bytes
@@ -61,23 +68,29 @@ class Estimate:
         return as_text(self)
 
 
-def estimate(model: object, **options: Any) -> Estimate:
+def estimate(model: object, recipe: "Recipe | None" = None, world: int | None = None,
+             **options: Any) -> "Estimate | RecipeEstimate":
     """Estimate what each rank holds when `model` is trained. Returns an Estimate; nothing is computed or downloaded.
 
     `model`: a name of the catalog, the path of a config.json, or "file.py:function". `options`: those of `Options`.
+    With a `recipe`, of `world` ranks, returns a RecipeEstimate: see `estimate_recipe`.
     Raises ValueError for an option or a model that cannot be, with the line if a model cannot be built or run dry, and
     FileNotFoundError for no file.
     """
+    if recipe is not None:
+        from .recipe_estimate import estimate_recipe  # the engine, with all techniques
+
+        return estimate_recipe(model, recipe, world, **options)
     options = Options(**options)
     source, hardware = find(model, options), options.hardware
     kernels = None if hardware is None else kernels_of(hardware.name)
     try:
         dry = memory.dry_run(lambda: train(FakeCommunicator(0, options.gpus), model, options), gpu=kernels)
     except Exception as error:
-        refusal = _refusal(error)
-        if refusal is None:
+        said = refusal(error)
+        if said is None:
             raise
-        raise refusal from error
+        raise said from error
     trace, whole, parameters, elsewhere = dry.result
     phases = {phase: trace.peak_moment(phase).ledger for phase in PHASES}
     highest = trace.peak_moment()
@@ -88,16 +101,6 @@ def estimate(model: object, **options: Any) -> Estimate:
         elsewhere=elsewhere, exact=_exact(options, elsewhere),
         bounded=_bounded(options), assumed=[*source.assumed, *_assumed(options, dry.notes)],
         gpu=None if options.gpu in (None, CPU) else catalog.hardware(options.gpu), trace=trace)
-
-
-def _refusal(error):
-    """Return the ValueError that says on which line a program's own error was; None if `error` says what is needed."""
-    places = raised(error)
-    ours = places and places[0].path.startswith(str(Path(__file__).parents[1]))
-    if isinstance(error, ValueError) and (ours or re.match(r"\S+\.py:\d+: ", str(error))):
-        return None
-    place = of_the_program(places)
-    return ValueError(f"{place}: `{place.expression}` raises {type(error).__name__} in a dry run: {error}")
 
 
 def _exact(options, elsewhere):

@@ -112,6 +112,15 @@ class Trace:
         events = [event for event in self.events if event[0] < index]
         return Trace(self.ops[:index], self.records, events, self.first_call, self._device, self.began_ns, self.notes)
 
+    def after(self, index: int) -> "Trace":
+        """Return the recording from the operation `index` on: what is alive then was there before."""
+        held = Counter()
+        for at, record, delta in self.events:
+            held[record] += delta * (at < index)
+        events = [(-1, record, nbytes) for record, nbytes in held.items() if nbytes]
+        events += [(at - index, *event) for at, *event in self.events if at >= index]
+        return Trace(self.ops[index:], self.records, events, 0, self._device, self.began_ns, self.notes)
+
     def categories(self) -> list[str]:
         """Return the category of every storage record, in order."""
         modules_seen = any(PARAMETERS in record.roles for record in self.records)

@@ -1,4 +1,9 @@
-"""A rank's messages of one step: makes room for them, sends them, frees them; learns their shapes in a first step."""
+"""A rank's messages of one step: makes room for them, sends them, frees them; learns their shapes in a first step.
+
+A tensor without elements says a shape alone: it is described, and never sent.
+"""
+
+from types import SimpleNamespace
 
 import torch
 
@@ -59,7 +64,7 @@ class Mailbox:
         if turn.needs is not None:
             coming = self._coming.pop(turn.needs)
             tensors = coming if turn.source == self.comm.rank else [
-                handle.wait().to(self.device) for handle in coming]
+                each.wait().to(self.device) for each in coming]
         for message in turn.left if self.known else ():
             self._wait_until_left(message)
         return tensors
@@ -75,8 +80,9 @@ class Mailbox:
         tensors = [mark(x.detach().to(self.comm.device), "communication") for x in tensors]  # with NCCL, on the host
         if message.kind == "activation" and not self.known:
             # First: the receiver does not know how much room it takes.
-            tensors.insert(0, header_of(self.shapes[message[1:]], message))
-        self._leaving[message] = [self.comm.send(x, target, async_op=True, label=str(message)) for x in tensors]
+            tensors.insert(0, mark(header_of(self.shapes[message[1:]], message), "communication"))
+        self._leaving[message] = [self.comm.send(x, target, async_op=True, label=str(message))
+                                  for x in tensors if x.numel()]
 
     def finish(self):
         """Wait until all that was sent has left."""
@@ -90,9 +96,14 @@ class Mailbox:
     def _make_room(self, message, source):
         place = message[1:]
         if message.kind == "activation" and not self.known:
-            self.shapes[place] = described(self.comm.recv(torch.empty(HEADER, dtype=torch.int64), source))
+            room = mark(torch.empty(HEADER, dtype=torch.int64), "communication")
+            self.shapes[place] = described(self.comm.recv(room, source))
         shapes = self.shapes[place if message.kind == "activation" else (message.stage + 1, message.micro_batch)]
         rooms = [torch.empty(shape, dtype=dtype, device=self.comm.device) for dtype, needs_gradient, shape in shapes
                  if needs_gradient or message.kind == "activation"]
-        self._coming[message] = [self.comm.recv(room, source, out=mark(room, "communication"), async_op=True,
-                                                label=str(message)) for room in rooms]
+        self._coming[message] = [self._received(room, source, message) for room in rooms]
+
+    def _received(self, room, source, message):
+        if not room.numel():
+            return SimpleNamespace(wait=lambda: room)
+        return self.comm.recv(room, source, out=mark(room, "communication"), async_op=True, label=str(message))

@@ -17,15 +17,16 @@ def gpipe(ranks, micro_batches):
                                    for r in range(ranks)), tuple(range(ranks)), micro_batches)
 
 
-def one_forward_one_backward(ranks, micro_batches):
+def one_forward_one_backward(ranks, micro_batches, in_flight=None):
     """Return the 1F1B Schedule: rank r does p − 1 − r forwards, then one forward and one backward in turn.
 
-    So it never holds more than p − r micro-batches. Any number of micro-batches. Narayanan et al. 2019, "PipeDream",
-    section 3.2; with one set of weights: Narayanan et al. 2021, "Efficient large-scale language model training",
-    section 2.2.1.
+    So it never holds more than p − r micro-batches; or at most `in_flight`, and waits longer. Any number of
+    micro-batches. Narayanan et al. 2019, "PipeDream", section 3.2; with one set of weights: Narayanan et al. 2021,
+    "Efficient large-scale language model training", section 2.2.1.
     """
     check_sizes(ranks, micro_batches)
-    orders = [alternate(forwards(r, micro_batches), backwards(r, micro_batches), ranks - 1 - r) for r in range(ranks)]
+    orders = [alternate(forwards(r, micro_batches), backwards(r, micro_batches),
+                        min(ranks - r, in_flight or ranks) - 1) for r in range(ranks)]
     return Schedule("1f1b", tuple(map(tuple, orders)), tuple(range(ranks)), micro_batches)
 
 

@@ -54,8 +54,8 @@ def part_of(model, chosen):
 def with_children(module, **others):
     """Return a module that shares all with `module`; `others` replaces children, or leaves those out that are None."""
     shell = copy.copy(module)
-    # New dicts: copy.copy shares them, and the model would lose its children, too.
-    shell._parameters, shell._buffers = dict(module._parameters), dict(module._buffers)
+    # New dicts: copy.copy shares them, and the model would lose its children, and have the hooks of each stage.
+    shell.__dict__.update({name: copy.copy(held) for name, held in vars(module).items() if isinstance(held, dict)})
     shell._modules = {name: others.get(name, child) for name, child in module._modules.items()
                       if others.get(name, child) is not None}
     return shell

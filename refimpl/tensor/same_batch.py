@@ -136,7 +136,10 @@ def checksum(x):
 
     The weights r_i, odd, are scrambled from i. So it differs for other values, and for the same ones in another order,
     except by a chance of 2^-63. It takes at most three times PIECE words at a time, and reads at the speed of memory.
+    Of one number that is expanded, the sum is the number's.
     """
+    if x.numel() > 1 and not any(x.stride()):
+        x = x[(0,) * x.dim()]
     octets = x.detach().reshape(-1).view(torch.uint8)
     if len(octets) % 8:
         octets = torch.nn.functional.pad(octets, (0, -len(octets) % 8))

@@ -60,13 +60,16 @@ class _SplitTokens(NamedTuple):
         return split_tokens(model, comm, model.get_submodule(self.blocks), model.get_submodule(self.norm))
 
 
-def split_tokens(model, comm, blocks, norm):
+def split_tokens(model, comm, blocks, norm, begins=True, ends=True):
     """Split the tokens between the layers of a model, or a stage of one, that `tensor_parallel` has split; returns it.
 
     `blocks`: the list of its blocks. `norm`: after which module ranks have all tokens again; of a stage without a last
-    norm it is the last block.
+    norm it is the last block. `begins`, `ends`: whether the model's first block is here, its last one. Between stages
+    rows alone are sent: a stage gets (rows, a tensor (B, T, 0) that says of how many tokens), and returns the same.
     """
-    here = RowsRegion(comm)
+    here = RowsRegion(comm, ends)
+    if not begins:
+        model.register_forward_pre_hook(here.arrive, prepend=True)  # before ranks compare what they are given
     blocks[0].register_forward_pre_hook(here.enter, with_kwargs=True)
     norm.register_forward_hook(here.leave)
     model.register_forward_hook(here.end, always_call=True)  # no rank is left on its own stream
@@ -98,11 +101,18 @@ def _readers(block):
 
 
 class RowsRegion:
-    """Holds hooks for the blocks in which each rank has rows of tokens. `tokens`: (B, T) of the current forward."""
+    """Holds hooks for the blocks in which each rank has rows of tokens. `tokens`: (B, T) of the current forward.
+    `arrived`: the rows of the stage before, until the first block takes them."""
 
-    def __init__(self, comm):
-        self.comm, self.tokens, self.random = comm, None, OwnRandom(comm)
+    def __init__(self, comm, ends=True):
+        self.comm, self.ends, self.tokens, self.arrived, self.random = comm, ends, None, None, OwnRandom(comm)
         self.forwards = {}  # storage of a block's input → (weak reference to it, tokens of the forward it is from)
+
+    @torch._disable_dynamo
+    def arrive(self, module, args):
+        """Take the rows that another stage sent. The model gets a shape of all tokens, for masks and positions."""
+        self.arrived, said, *targets = args
+        return self.arrived.new_zeros(()).expand(*said.shape[:-1], self.arrived.shape[-1]), *targets
 
     @torch._disable_dynamo
     def enter(self, module, args, kwargs):
@@ -114,7 +124,8 @@ class RowsRegion:
         if module.training:
             self.random.common = None  # a stream that a recomputation has left
             self.random.begin()
-        return replaced(_TokensToRows.apply(x, self.comm))
+        arrived, self.arrived = self.arrived, None
+        return replaced(_TokensToRows.apply(x, self.comm) if arrived is None else arrived)
 
     @torch._disable_dynamo
     def remember(self, module, args, kwargs):
@@ -141,14 +152,16 @@ class RowsRegion:
 
     @torch._disable_dynamo
     def leave(self, module, args, output):
-        """End the region: gather all tokens after the last norm."""
+        """End the region: gather all tokens after the last norm, if no other stage follows."""
         self.random.end()
-        return _RowsToTokens.apply(output, self.comm, self.tokens)
+        return _RowsToTokens.apply(output, self.comm, self.tokens) if self.ends else output
 
     @torch._disable_dynamo
     def end(self, module, args, output):
         """Leave this rank's own stream of random numbers, also after a forward that raised."""
         self.random.end()
+        self.arrived = None
+        return output if self.ends or output is None else (output, output.new_empty(*self.tokens, 0))
 
 
 def _first(module, args, kwargs, name=None):

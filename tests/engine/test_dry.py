@@ -11,10 +11,11 @@ from together_kit import ADAMW, MAX_NORM, ROWS, T, batches_of, built, engine_of,
 from refimpl import memory
 from refimpl.comm import FakeCommunicator, launch
 from refimpl.engine import dry_rank, worst_rank
-from refimpl.engine.dry import busiest, make_states, sent
+from refimpl.engine.dry import busiest, first_steps, make_states, sent
 from refimpl.mesh import Mesh
 from refimpl.model import GPT, GPTConfig
-from refimpl.zero import DataParallel, Zero1
+from refimpl.offload import HostStore
+from refimpl.zero import DataParallel, Zero1, Zero3
 
 RANDOM_STATE = 5056  # bytes that a recomputed region keeps on a CPU, of a generator that a dry run does not have
 FLASH = torch.nn.functional.scaled_dot_product_attention
@@ -61,8 +62,19 @@ def test_what_is_not_traced_repeats(rank, m):
     assert (len(short.trace.ops) < 0.95 * len(long.trace.ops)) == (4 - rank + 2 < m)
 
 
+@pytest.mark.parametrize(("rank", "m", "options"), [
+    (0, 10, {}), (1, 12, {"recompute": True}), (0, 9, {"recompute": True}), (0, 11, {"zero": 0})])
+def test_a_deep_pipeline_is_two_shallow_ones(rank, m, options):
+    """n micro-batches are in flight when the first backward ends: of 9 stages on the first 9, on the second 8."""
+    build = functools.partial(GPT, GPTConfig(vocab_size=64, context_length=T, layers=9, hidden=16, heads=2))
+    short, long = (dry_rank(build, Mesh(pp=9), rank, m, optimizer=ADAMW, micro_batches=m, every=every, **options)
+                   for every in (False, True))
+    assert short.phases == long.phases and short.traffic == long.traffic
+    assert (len(short.trace.ops) < 0.7 * len(long.trace.ops)) == (m > 9)
+
+
 def test_two_micro_batches_more_are_traced_than_are_in_flight(monkeypatch):
-    def noted(step, build, mesh, rank, size, *rest):
+    def noted(step, build, mesh, rank, size, *rest, gpu):
         traced.append(size[1])
         raise InterruptedError
 
@@ -112,3 +124,10 @@ def test_the_busiest_place_is_the_one_with_most_states():
         assert states[found[-1]] == max(states) > min(states)
         assert busiest(engine(DataParallel, 0, widths)) == 0, "all have all"
     assert sorted(found) == [0, 1]
+
+
+@pytest.mark.parametrize(("make", "store", "steps"), [
+    (DataParallel, None, 0), (Zero1, None, 0), (Zero3, None, 1), (Zero1, HostStore, 2)])
+def test_only_what_a_first_step_changes_is_run_twice(make, store, steps):
+    options = {} if store is None else {"store": store()}
+    assert first_steps(make(torch.nn.Linear(2, 2), FakeCommunicator(0, 2), ADAMW, **options)) == steps

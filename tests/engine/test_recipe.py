@@ -100,3 +100,9 @@ def test_a_file_that_is_no_recipe(tmp_path):
             Recipe.from_toml(path)
     path.write_text("zero = 2")
     assert Recipe.from_toml(path) == Recipe(zero=2)
+
+
+def test_global_tokens_are_those_of_a_window():
+    assert Recipe(window=16, global_tokens=2).global_tokens == 2
+    with pytest.raises(ValueError, match="without a window each token sees all before it"):
+        Recipe(global_tokens=2)

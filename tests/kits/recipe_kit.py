@@ -120,7 +120,7 @@ def in_pytorch(function):
 
 @in_pytorch
 def trained(comm, values, steps=STEPS, make=lambda: GPT(CONFIG)):
-    """(losses, bytes at the highest moment of a step by category) of a recipe on a rank of `comm`, or alone."""
+    """(losses, bytes at the highest moment of the last step by category) of a recipe on a rank of `comm`, or alone."""
     with tempfile.TemporaryDirectory() as folder, memory.track() as t:
         recipe = Recipe(**values | ({"folder": folder} if values.get("store") == "disk" else {}))
         torch.manual_seed(0)
@@ -133,14 +133,14 @@ def trained(comm, values, steps=STEPS, make=lambda: GPT(CONFIG)):
             given = [x.contiguous() if needed else None
                      for x, needed in zip((mine[:, :-1], mine[:, 1:]), engine.needs, strict=True)]
             del text, mine
+            began = len(t.timeline)
             found.append(engine.train_step(*given).item())
             engine.clip_grad_norm_(1.0)
             engine.step()
         close = getattr(engine.engine._stored.store, "close", None)
         if close is not None:
             close()
-    ledgers = [t.peak_moment(phase).ledger for phase in ("forward", "backward", "step")]
-    return found, dict(max(ledgers, key=lambda each: each.total))
+    return found, dict(max((each.ledger for each in t.timeline[began - 1:-1]), key=lambda each: each.total))
 
 
 @functools.cache

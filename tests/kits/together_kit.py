@@ -15,6 +15,7 @@ from refimpl.model import GPT, GPTConfig
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 ROWS, T, MAX_NORM = 8, 32, 0.5
 GPTS = {"gpt": GPTConfig(vocab_size=256, context_length=T, layers=4, hidden=32, heads=4),
+        "six heads": GPTConfig(vocab_size=256, context_length=T, layers=4, hidden=48, heads=6),
         "grouped gpt": GPTConfig(vocab_size=256, context_length=T, layers=4, hidden=32, heads=4, mlp_hidden=54,
                                  qkv_bias=True, **GEMMA)}
 OTHERS = {"llama": causal("llama", **GROUPED | {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64}),

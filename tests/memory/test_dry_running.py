@@ -308,3 +308,14 @@ def test_a_storage_that_a_second_tensor_shares_is_freed_with_it():
             return held, t.now.total
 
     assert memory.dry_run(share).result == share() == (4000, 0)
+
+
+def test_a_number_may_be_made_where_meta_is_the_default():
+    """`torch.tensor` asks no mode: what it makes there is a plain tensor on the meta device, of no bytes."""
+    def built():
+        with torch.device("meta"):
+            module = torch.nn.Linear(2, 2)
+            module.register_buffer("scale", torch.nn.Buffer(torch.tensor(3.0)))
+        return module.scale.shape, module.weight.device.type
+
+    assert memory.dry_run(built).result == (torch.Size(()), "meta")

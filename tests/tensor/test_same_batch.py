@@ -211,6 +211,7 @@ def test_a_checksum_sees_every_element_and_its_place(dtype):
         sums.add(checksum(y).item())
     assert len(sums) == 17 and checksum(x[0]) == checksum(x.clone()[0]) and checksum(x[1]) == checksum(x[1].clone())
     assert checksum(x.t()) == checksum(x.t().contiguous()) and checksum(x[:0]) == 0
+    assert checksum(x[0, 1].expand(4, 5)) == checksum(x[0, 1]) != checksum(x[0, 0].expand(4, 5))
 
 
 def test_small_numbers_do_not_cancel():

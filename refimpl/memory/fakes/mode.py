@@ -88,8 +88,11 @@ class DryMode(FakeTensorMode):
 
     def _run(self, func, types, args, kwargs):
         for tensor in args:
-            if isinstance(tensor, FakeTensor) and tensor.constant is not None:
-                _forget_if_replaced(tensor)
+            if isinstance(tensor, FakeTensor):
+                if tensor.constant is not None:
+                    _forget_if_replaced(tensor)
+            elif isinstance(tensor, torch.Tensor) and tensor.is_meta:  # torch.tensor(3.0), where meta is the default
+                args = [self.from_tensor(x) if x is tensor else x for x in args]
         try:
             if func in _MAKERS:
                 known = self._made_from_numbers(func, args, kwargs)
