@@ -1,7 +1,7 @@
 """What a recipe refuses before ranks start: values that cannot be, and values that cannot go together, with the reason.
 
 All that is wrong is found and said in one error. A rule of two fields is a row of RULES: when it holds, and why.
-`tests/engine/test_pairs.py` tries each pair of values: it composes, or a row here names both.
+`tests/engine/test_recipe_pairs.py` tries each pair of values: it composes, or a row here names both.
 """
 
 import difflib

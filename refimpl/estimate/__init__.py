@@ -11,7 +11,8 @@ exist.
 
 Order of reading: `training_options` (what can be asked), `tracked_step` (the step, real or dry), `model_sources` (what
 MODEL names) with `source`, `hugging_face`, `our_gpt` and `users`, `kernels` (a GPU's, also for dry runs of your own),
-`reserved`, `estimate` (the dry run and what it says), `report` (as text and as JSON), `command`.
+`reserved`, `estimate` (the dry run and what it says), `report` (as text and as JSON), `command`. Then recipes, over the
+ranks of a mesh: `recipe_estimate`, `recipe_report` and `recipe_options`.
 """
 
 from .estimate import Estimate, estimate
