@@ -8,19 +8,17 @@ weight. The model's own forward stays, with all its options. What it does betwee
 """
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch.nn import functional as F
 
 from ..model import GPT
 from ..others import ask
 from .chunked import chunked_linear_cross_entropy
 
-if TYPE_CHECKING:
-    import torch
 
-
-def without_logits(model: "torch.nn.Module", **options: Any) -> Any:
+def without_logits(model: torch.nn.Module, **options: Any) -> Any:
     """Let a model compute its loss without logits: our GPT, or a causal model of transformers. Returns a handle;
     `.remove()` undoes it.
 
@@ -99,7 +97,8 @@ class _WithoutLogits:
                                "torch.nn.DataParallel makes one for each GPU: expected one process for each GPU, by "
                                "torchrun and DistributedDataParallel, or remove() this")
         given = self.parameters.bind_partial(*args, **kwargs).arguments
-        self.active, self.hidden, self.called = given.get("labels") is not None, None, False
+        labels = given.get("labels", given.get("targets"))  # the second, of a stage of a pipeline
+        self.active, self.hidden, self.called = labels is not None, None, False
 
     def _head(self, hidden):
         if not self.active:
@@ -133,6 +132,8 @@ class _WithoutLogits:
             raise RuntimeError(f"{type(model).__name__} was given labels and did not call its loss_function: its loss "
                                "cannot be replaced from outside. remove() this, and call chunked_linear_cross_entropy "
                                "in its forward")
+        if isinstance(outputs, torch.Tensor):  # a stage returns the loss alone
+            return outputs
         if isinstance(outputs, tuple):  # return_dict=False: (loss, logits, …)
             return (outputs[0], None, *outputs[2:])
         outputs["logits"] = None

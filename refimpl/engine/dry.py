@@ -175,11 +175,14 @@ def _step(build, mesh, rank, size, max_norm, options):
         engine.step()
     if not first:
         make_states(engine.engine)  # a first step would make them: what is asked is a later one
-    began, before = time.time_ns(), sent(mesh)
-    engine.train_step(*batch)
-    between = sent(mesh)
-    engine.clip_grad_norm_(max_norm)
-    engine.step()
+    for _ in range(3):
+        order, began, before = gathers(engine.engine), time.time_ns(), sent(mesh)
+        engine.train_step(*batch)
+        between = sent(mesh)
+        engine.clip_grad_norm_(max_norm)
+        engine.step()
+        if gathers(engine.engine) == order:
+            break
     return _Steps(built, began, (before, between, sent(mesh)), busiest(engine.engine), parameters)
 
 
@@ -197,6 +200,12 @@ def first_steps(engine):
         return 2
     on_host = engine.stage and not hasattr(engine.update, "factor")
     return int(engine.stage == 3 or on_host or engine.reducer.hook is not None)
+
+
+def gathers(engine):
+    """Return in which order the last step of stage 3 has gathered its buckets, by which the next prefetches. It changes
+    once more where a head is read by others than its unit; None for other stages."""
+    return engine.parameters.gathering._order if engine.stage == 3 else None
 
 
 def make_states(engine):

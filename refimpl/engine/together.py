@@ -41,6 +41,7 @@ from ..mlp import memory_efficient_mlps
 from ..model import GPT
 from ..pipeline import PipelineParallelStage
 from ..pipeline import schedule as schedule_of
+from ..pipeline.instructions import INPUT
 from ..pipeline.micro_batches import count_targets
 from ..pipeline.partition import cuts
 from ..tensor import tensor_parallel
@@ -105,6 +106,8 @@ def together(model: torch.nn.Module, mesh: "ConnectedMesh", optimizer: Callable[
         tensor_parallel(model, tp, loss_parallel=not isinstance(model, GPT))
     loss = loss_of(model) if theirs else loss  # of logits that are split, now
     division = Division(model, ends, order, mesh)
+    if head == "chunked" and not isinstance(model, GPT):
+        loss = without_logits_of(model, division, order, mesh, theirs)
     del model  # the layers of other ranks go with it
     gc.collect()  # trials of layers, above, leave cycles that hold some of them
     if values is not None:
@@ -132,14 +135,32 @@ def exchange(model, dtype, mlp, head, attend):
     if mlp != "plain" and not memory_efficient_mlps(model, keep=mlp):
         raise ValueError(f"mlp={mlp!r} of a {type(model).__name__}: none of its layers is a feed-forward layer that is "
                          "known here; give mlp=\"plain\"")
-    if head == "chunked" and not isinstance(model, GPT):  # a loss is computed from what the last stage returns
-        raise ValueError(f"loss=\"chunked\" of a {type(model).__name__}: an engine calls its layers and its loss one "
-                         "after the other, with logits between; give loss=\"logits\", or call without_logits(model) of "
-                         "refimpl.cross_entropy in a loop of your own")
-    if head == "chunked":
+    if head == "chunked" and isinstance(model, GPT):
         without_logits(model)
     if attend is not None:
         attend(model)
+
+
+def without_logits_of(model, division, order, mesh, theirs):
+    """Let the last stage of a decoder of others compute its own loss, without logits. Returns None, the loss of an
+    engine whose last stage has one."""
+    why = "it has no loss that is known" if not theirs else (
+        "its head is split over ranks of tp, and so are its logits" if mesh.tp > 1 else
+        f"schedule {order.name} divides backwards, and its head's would be left out" if any(
+            each.kind == INPUT for orders in order.ranks for each in orders) else None)
+    if why is not None:
+        raise ValueError(f"loss=\"chunked\" of a {type(model).__name__}: {why}; give loss=\"logits\"")
+    last = division.here if order.stages == 1 else division.stages.get(order.stages - 1)
+    if last is not None:
+        without_logits(last)
+        last.shifted = True
+        last.register_forward_pre_hook(_named_targets, with_kwargs=True, prepend=True)
+    return None
+
+
+def _named_targets(stage, args, kwargs):
+    """Give a stage its targets by name: what cuts sequences over ranks of cp takes tokens alone by position."""
+    return args[:1], {**kwargs, **({"targets": args[1]} if len(args) > 1 else {})}
 
 
 def recomputed_part(layers, recompute):

@@ -153,7 +153,10 @@ class DecoderStage:
 
     What the model does before its layers, it does in each stage; what comes of it goes unused in later ones, whose
     first layer's stand-in takes the x that has arrived. In earlier ones the last layer's hands x out.
+    `shifted`: whether targets are the next tokens already, and the model's own loss is not to shift them.
     """
+
+    shifted = False
 
     def forward(self, x, targets=None, **options):
         """Map tokens, or the x of the stage before, to x; or to the logits, or with labels to the model's mean loss.
@@ -170,6 +173,7 @@ class DecoderStage:
                 layers[0].arrives = x  # what the model did before its layers goes unused
                 given["inputs_embeds"] = x.new_zeros(()).expand_as(x)  # one number; who writes to it is told
             if self.is_last:
+                given |= {"shift_labels": targets} if self.shifted and targets is not None else {}
                 out = super().forward(**given, labels=targets)
             else:
                 layers[-1].passes = True

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import recipe_kit as kit
 import torch
+from outside.models import GROUPED, causal
 
 from refimpl.comm import launch
 from refimpl.comm.simulating import simulate
@@ -92,6 +93,10 @@ def llama(comm, values):
 
 @pytest.mark.parametrize("values", [
     {"precision": "fp16", "recompute": "attention", "micro_batches": 2}, {"mlp": "input", "activations": "int8"},
+    {"loss": "chunked", "precision": "autocast", "micro_batches": 2},
+    pytest.param({"loss": "chunked", "pp": 2, "micro_batches": 4}, marks=pytest.mark.nightly),
+    pytest.param({"loss": "chunked", "cp": 2, "recompute": "blocks"}, marks=pytest.mark.nightly),
+    pytest.param({"loss": "chunked", "dp": 2, "zero": 3}, marks=pytest.mark.nightly),
     {"tp": 2, "sequence": True, "recompute": "blocks", "precision": "bf16", "micro_batches": 2},
     pytest.param({"pp": 2, "dp": 2, "mlp": "hidden", "precision": "bf16", "micro_batches": 2},
                  marks=pytest.mark.nightly),
@@ -108,13 +113,28 @@ def test_a_model_that_others_wrote(values):
 
 
 @pytest.mark.parametrize(("values", "words"), [
-    ({"loss": "chunked"}, "loss=\"chunked\" of a LlamaForCausalLM: an engine calls its layers and its loss"),
     ({"attention": "tiles"}, "attention=\"tiles\" of a LlamaForCausalLM: its own is sdpa; give attn_implementation"),
     ({"recompute": "attention core"}, "a LlamaDecoderLayer has no attention core"),
     ({"dp": 2}, "2 ranks, and 1 are here")])
 def test_what_a_model_does_not_have_is_named(values, words):
     with pytest.raises(ValueError, match=words):
         build(Recipe(**values), kit.LLAMA())
+
+
+WIDE = causal("llama", **GROUPED | {"hidden_size": 32, "vocab_size": 8192, "max_position_embeddings": 64})
+
+
+def dry_llama(**values):
+    return sum(kit.asked(values, 0, WIDE).values())
+
+
+@pytest.mark.parametrize(("values", "words"), [
+    ({"tp": 2}, "its head is split over ranks of tp"),
+    ({"pp": 2, "schedule": "zb-h1", "micro_batches": 4}, "schedule zb-h1 divides backwards")])
+def test_a_loss_without_logits_of_others(values, words):
+    assert dry_llama(loss="chunked") < dry_llama() - 4 * 8192 * kit.ROWS * kit.CONFIG.context_length
+    with pytest.raises(ValueError, match=words):
+        dry_llama(loss="chunked", **values)
 
 
 def scaled(comm):
