@@ -116,7 +116,6 @@ class ParallelEngine:
         else:
             self.scaler.step(self.engine)
             self.scaler.update()
-            self.engine.zero_grad()  # a step that is skipped leaves them
         self.stepped = True
 
     def zero_grad(self) -> None:

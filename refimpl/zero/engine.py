@@ -162,7 +162,8 @@ class Engine(ActsAsOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; `step` has done so."""
         self.reducer.drop()
-        self.skip_step()
+        if (multiply := self.multiply_gradients) is not None:
+            multiply(1.0)  # a step that is skipped would have used up the factor
 
     @property
     def multiply_gradients(self) -> Callable[[float], None] | None:
@@ -170,11 +171,6 @@ class Engine(ActsAsOptimizer):
         scaler divides by it, as fp16 could not hold the quotient. None for gradients that can be divided in place."""
         low = any(bucket.dtype is torch.float16 for bucket in self.buckets)
         return getattr(self.update, "multiply_gradients", None) if low else None
-
-    def skip_step(self) -> None:
-        """Forget the factor of gradients, which the step would have used up."""
-        if (multiply := self.multiply_gradients) is not None:
-            multiply(1.0)
 
     def gradients(self) -> Iterator[list[torch.Tensor]]:
         """Yield, bucket by bucket, the list of all gradients that this rank has. A store may have them elsewhere until
