@@ -11,7 +11,7 @@ import pytest
 import recipe_kit as kit
 import torch
 from patience import processor_seconds
-from recipe_models import CONFIGS, RECIPES, REFUSED, written
+from recipe_models import CONFIGS, OTHERS, RECIPES, REFUSED, written
 
 from refimpl import catalog, cli
 from refimpl.comm import launch
@@ -49,7 +49,7 @@ PAIRS = [(kind, i) for kind in CONFIGS for i in range(len(RECIPES))]
 @pytest.mark.parametrize(("kind", "number"), [
     pytest.param(*pair, marks=() if n % 9 == 4 else pytest.mark.nightly) for n, pair in enumerate(PAIRS)])
 def test_real_ranks_hold_what_was_estimated(kind, number, tmp_path):
-    values = RECIPES[number]
+    values = OTHERS.get((kind, number), RECIPES[number])
     if (kind, number) in REFUSED:
         with pytest.raises(ValueError, match=REFUSED[kind, number]):
             off(written(tmp_path, kind), values)

@@ -21,6 +21,7 @@ RECIPES = [
     {"tp": 2, "pp": 2, "sequence": True, "micro_batches": 2}, {"pp": 2, "dp": 2, "micro_batches": 4,
                                                                "precision": "bf16"},
     {"cp": 2, "dp": 2, "store": "host"}]
+OTHERS = {("gemma2", 9): {"dp": 2, "store": "host"}}  # a softcap is refused by ring attention
 REFUSED = {("opt", 6): "no plan is known for OPTForCausalLM", ("opt", 7): "no plan is known for OPTForCausalLM"}
 
 
